@@ -39,7 +39,7 @@ from torch.utils._pytree import tree_leaves
 from mmtrain.data import BatchBuilder, GroupStream, build_index
 from mmtrain.data.synthetic.demo import generate_demo
 from mmtrain.models.megatron.zero_adamw import ZeroAdamW
-from mmtrain.models.optim.named_shards import NamedShard
+from mmtrain.models.optim.parameter_specs import NamedShard
 from mmtrain.models.stage.fully_sharded import FullyShardedAdamW
 from mmtrain.planning import Plan
 from mmtrain.planning.artifact.balancing_targets import derive_step_targets

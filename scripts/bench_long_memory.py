@@ -25,7 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from mmtrain.costs import AnalyticCosts, HeldLayers, Precision, TokenLoad, preset
 from mmtrain.costs.layer_arithmetic import context_parallel_load
 from mmtrain.costs.rank_memory import microbatch_activation_bytes, microbatch_host_bytes, stage_working_bytes
-from mmtrain.models.attention.context_share import ContextShare
+from mmtrain.models.attention.context_parallel import ContextShare
 from mmtrain.models.build_stage import StageOptions, build_stage
 from mmtrain.models.megatron import ParallelGroups
 from mmtrain.models.shapes.model_shape import ModelShape, OffloadMode

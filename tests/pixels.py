@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mmtrain.models.stage.pixel_scale import PixelScale
+from mmtrain.models.stage.stage_inputs import PixelScale
 from mmtrain.recipe.settings.data_settings import ImageSettings
 
 ONE_GREY_LEVEL = 1.01 / 255 / 0.26  # after division by the smallest deviation of CLIP's

@@ -6,7 +6,7 @@ from typing import Literal
 from mmtrain.errors import UserError
 from mmtrain.planning.artifact.plan import Plan
 from mmtrain.program import ModelTiming, build_program, simulate
-from mmtrain.program.simulation.slow_rank import SlowRankTiming
+from mmtrain.program.simulation.simulate import SlowRankTiming
 from mmtrain.recipe import Recipe
 from mmtrain.report.plain_text import seconds_text
 from mmtrain.runtime.resilience.stragglers import MIN_LOST_STEP_SHARE, MIN_STRAGGLER_SLOWDOWN, STRAGGLER_WINDOW_STEPS

@@ -14,10 +14,8 @@ from mmtrain.planning import Plan
 from mmtrain.planning.advise.compare import with_compared, with_misfit
 from mmtrain.planning.formulate import formulate_problem
 from mmtrain.planning.planner import plan
-from mmtrain.planning.space.problem import PlanningProblem, PlanRequest
-from mmtrain.planning.space.search_reports import Allocation, AllocationWatch
-from mmtrain.planning.whatif.faster_nearby import describe_faster_nearby
-from mmtrain.planning.whatif.text_only import with_text_only
+from mmtrain.planning.space.problem import Allocation, AllocationWatch, PlanningProblem, PlanRequest
+from mmtrain.planning.whatif import describe_faster_nearby, with_text_only
 from mmtrain.recipe import Recipe, recipe_fingerprint
 from mmtrain.report.run_cost import RunCost
 from mmtrain.report.scaling import ScalingPoint

@@ -42,8 +42,7 @@ def check(
     import sys
     from dataclasses import asdict
 
-    from mmtrain.api.named_sources import read_named_sources
-    from mmtrain.api.recipe_index import print_note
+    from mmtrain.api.recipe_index import print_note, read_named_sources
     from mmtrain.cli.options import require_writable
     from mmtrain.data import write_quarantine
     from mmtrain.data.index.data_check import check_sources, check_sources_for_recipe

@@ -32,8 +32,7 @@ def stats(
     import json
     from dataclasses import asdict
 
-    from mmtrain.api.named_sources import read_named_sources
-    from mmtrain.api.recipe_index import print_note
+    from mmtrain.api.recipe_index import print_note, read_named_sources
     from mmtrain.balance.grouping.summary import LongSamples, SourceSummary, summarize_lengths
     from mmtrain.data.index.stats import compute_stats, compute_stats_for_recipe
     from mmtrain.data.stream.recipe_summaries import summarize_sources

@@ -1,10 +1,14 @@
 """What `mmtrain plan` does with its options: check them, plan, and print."""
 
 import json
+import sys
+import time
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from shlex import quote
+from typing import Any
 
 import typer
 
@@ -15,7 +19,6 @@ from mmtrain.api.stage_runs import require_one_stage
 from mmtrain.balance import SampleLengths
 from mmtrain.cli.options import require_writable, text_width
 from mmtrain.cli.plan_arguments import cluster_overrides, parse_gpu_counts, parse_layout
-from mmtrain.cli.planning_bar import PlanningBar, planning_bar
 from mmtrain.errors import UserError, writing
 from mmtrain.planning.advise.baselines import BASELINES
 from mmtrain.planning.space.problem import PlanRequest
@@ -23,6 +26,53 @@ from mmtrain.recipe import Recipe, WrittenRecipe, is_runnable, load_recipe, read
 from mmtrain.report import plan_table
 from mmtrain.report.run_cost import states_costs
 from mmtrain.report.scaling import scaling_json, scaling_table
+
+BAR_DELAY_S = 1.0  # a shorter search shows no bar
+LINE_DELAY_S = 10.0  # where stderr is no terminal, a shorter search prints no line
+NUM_LINES = 4  # lines of progress where stderr is no terminal
+
+
+class PlanningBar:
+    """Shows candidates that are decided, and what the planner does after them."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._stack = stack  # closes the bar on screen
+        self._done = 0
+        self._started: float | None = None  # seconds of the monotonic clock
+        self._bar: Any = None
+        self._shown_since: float | None = None  # start of the whole planning, in seconds of the monotonic clock
+
+    def announce(self, text: str) -> None:
+        """Say what is done where no candidates are counted, once planning takes long enough to show anything."""
+        if self._shown_since is None:
+            return
+        delay_s = BAR_DELAY_S if sys.stderr.isatty() else LINE_DELAY_S
+        if time.monotonic() - self._shown_since > delay_s:
+            self._stack.close()
+            self._bar = None
+            print(f"planning: {text}", file=sys.stderr, flush=True)
+
+    def __call__(self, done: int, total: int) -> None:
+        """Show that `done` of `total` candidates are decided. A smaller number than before starts a new search."""
+        done_before = self._done
+        self._done = done
+        if self._started is None or done < done_before:
+            self._stack.close()
+            self._started = time.monotonic()
+            self._shown_since = self._shown_since or self._started
+            self._bar = None
+        elapsed_s = time.monotonic() - self._started
+        if not sys.stderr.isatty():
+            is_next_line = done * NUM_LINES // total > done_before * NUM_LINES // total
+            if elapsed_s > LINE_DELAY_S and is_next_line:
+                print(f"planning: {done * 100 // total}%", file=sys.stderr, flush=True)
+            return
+        if elapsed_s < BAR_DELAY_S:
+            return
+        if self._bar is None:
+            self._bar = self._stack.enter_context(typer.progressbar(length=total, label="planning", file=sys.stderr))
+            done_before = 0
+        self._bar.update(done - done_before)
 
 
 @dataclass(frozen=True)
@@ -171,3 +221,10 @@ def _next_commands(settings: Recipe, recipe: Path, settings_changed: list[str], 
         lines.append(f"  mmtrain train {arguments}")
     lines.append(f"  mmtrain report {arguments} -o plan.html")
     return "\n".join(lines)
+
+
+@contextmanager
+def planning_bar() -> Iterator["PlanningBar"]:
+    """Give a progress callback for the planner; close the bar at the end of the context."""
+    with ExitStack() as stack:
+        yield PlanningBar(stack)

@@ -147,7 +147,7 @@ def _request(run: "StageRun", options: _Options, may_be_new: bool) -> "TrainRequ
     from mmtrain.costs.choose import costs_of_recipe
     from mmtrain.planning import load_plan
     from mmtrain.planning.artifact.plan_files import ranks_to_start
-    from mmtrain.planning.whatif.plan_again import plan_again
+    from mmtrain.planning.whatif import plan_again
     from mmtrain.runtime.training.go_back import parse_go_back
     from mmtrain.runtime.training.train_request import TrainRequest
 

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from mmtrain.families.clip import ACTIVATIONS, PLAIN_TRANSFORMER, num_used_blocks
 from mmtrain.families.config_section import ConfigSection
 from mmtrain.families.decoders import decoder_buffers, decoder_weights, tied_by_outer
-from mmtrain.families.family import Family, FolderSettings, Settings
-from mmtrain.families.media_markup import MediaMarkup
+from mmtrain.families.family import Family, FolderSettings, MediaMarkup, Settings
 from mmtrain.families.text_decoders import text_settings
 from mmtrain.families.tiny import MEDIA_TOKENS, TINY_TOKENS, tiny_decoder
 from mmtrain.families.video_processors import FRAME_COUNT

@@ -17,13 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from mmtrain.errors import ModelFolderError
-from mmtrain.families.audio_extractors import read_audio_settings
 from mmtrain.families.config_section import ConfigSection
 from mmtrain.families.family import Family, FolderSettings, Settings
 from mmtrain.families.folder_files import CONFIG_FILE, PIPELINE_FILE, PROCESSOR_FILE, WEIGHT_FILES
 from mmtrain.families.generators import GENERATOR_CLASS_KEY
 from mmtrain.families.image_processors import read_image_settings
-from mmtrain.families.processor_files import read_joint_file, read_processor
+from mmtrain.families.processor_files import AUDIO_KEYS, read_joint_file, read_processor
 from mmtrain.families.registry import ENCODER_FAMILIES, FAMILIES, GENERATOR_FAMILIES
 from mmtrain.families.stored_tensors import StoredWeight, are_equal, read_headers
 from mmtrain.families.video_processors import read_video_settings
@@ -34,6 +33,12 @@ _TEXT_SECTIONS = ("thinker_config", "text_config")
 _QUANTIZED_KEYS = ("quantization_config", "compression_config")
 # Of a processor of patches: what the encoder calls each key, and what the class assumes where a folder leaves it out.
 _PATCH_KEYS = {"patch_size": ("patch", 14), "merge_size": ("merge", 2), "temporal_patch_size": ("temporal_patch", 2)}
+_SAMPLE_RATE_HZ = 16_000
+# Keys that follow from others, or that say how a batch of clips is padded.
+_WITHOUT_EFFECT = (
+    "feature_extractor_type", "processor_class", "n_samples", "nb_max_frames", "padding",
+    "return_attention_mask", "return_tensors",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -280,3 +285,40 @@ def _text_keys(image: Settings, vision: Settings) -> Mapping[str, Any]:
     }
     most_tiles = vision["max_joined_tiles"]
     return expected if most_tiles is None else {**expected, "vision_aspect_ratio": f"anyres_max_{most_tiles}"}
+
+
+def read_audio_settings(folder: Path, mel_bins: int) -> Settings | None:
+    """Return the settings of `data.audio` under which frames are those of the folder's feature extractor.
+
+    mel_bins: of the encoder.
+
+    None for a folder that states none. Raises ModelFolderError, which names what is not supported.
+    """
+    stated = read_processor(folder, "audio")
+    if stated is None:
+        return None
+    kind = stated.config.get("feature_extractor_type", "WhisperFeatureExtractor")  # the only one of these families
+    if kind != "WhisperFeatureExtractor":
+        raise ModelFolderError(
+            f"{stated.where}: feature_extractor_type {kind!r} is not supported yet; supported: "
+            "WhisperFeatureExtractor. data.audio.scheme in the recipe chooses another way to prepare clips"
+        )
+    of_clips = (*AUDIO_KEYS, *_WITHOUT_EFFECT, "do_normalize", "mel_filters")
+    is_joint = "image_processor_type" in stated.config
+    section = ConfigSection({key: stated.config[key] for key in stated.config if not is_joint or key in of_clips})
+    for key in _WITHOUT_EFFECT:
+        section.value(key)
+    section.require("feature_size", mel_bins, default=80)
+    section.require("sampling_rate", _SAMPLE_RATE_HZ, default=_SAMPLE_RATE_HZ)
+    section.require("hop_length", 160, default=160)
+    section.require("n_fft", 400, default=400)
+    section.require("padding_value", 0, 0.0, default=0.0)
+    section.require("dither", 0, 0.0, default=0.0)
+    section.require("do_normalize", False, None, default=False)
+    section.require("padding_side", "right", default="right")
+    settings = {"scheme": "dynamic", "max_seconds": section.number("chunk_length", 30), "long_clips": "cut"}
+    section.value("mel_filters")  # some folders store the filters, which follow from the sizes above
+    section.finish()
+    if section.problems:
+        raise ModelFolderError(f"{stated.where} ({kind}): " + "; ".join(section.problems))
+    return settings

@@ -6,8 +6,7 @@ from typing import Any
 
 from mmtrain.families.config_section import ConfigSection
 from mmtrain.families.decoders import decoder_buffers, decoder_settings, decoder_weights, tied_by_outer
-from mmtrain.families.family import Family, FolderSettings, Settings
-from mmtrain.families.media_markup import SECONDS, MediaMarkup
+from mmtrain.families.family import SECONDS, Family, FolderSettings, MediaMarkup, Settings
 from mmtrain.families.qwen2_vl import DECODER, MEDIA_SETTINGS, TINY_IMAGES, TOWER, block_weights, tower_settings
 from mmtrain.families.rotary import rotary_settings
 from mmtrain.families.tiny import MEDIA_TOKENS, TINY_QWEN_TOWER, TINY_TOKENS, tiny_decoder, tiny_token_id

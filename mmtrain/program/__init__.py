@@ -33,8 +33,7 @@ from mmtrain.program.ir.serialize import (
     program_to_text,
 )
 from mmtrain.program.ir.step_loads import Route, StepLoads, step_loads
-from mmtrain.program.schedules.assemble import build_program
-from mmtrain.program.schedules.builder import ScheduleKind, build_1f1b, build_coarse, build_explicit
+from mmtrain.program.schedules.builder import ScheduleKind, build_1f1b, build_coarse, build_explicit, build_program
 from mmtrain.program.schedules.lower import lower
 from mmtrain.program.simulation.simulate import simulate
 from mmtrain.program.simulation.timing import ModelTiming, Timing, TransferCost

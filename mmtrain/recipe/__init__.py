@@ -5,10 +5,16 @@ at once, each with its path, its line and the allowed values. The settings are p
 recipe, and each of its sections has a module.
 """
 
-from mmtrain.recipe.checks.runnable import is_runnable, require_runnable
-from mmtrain.recipe.loading.fingerprint import dump_recipe, recipe_fingerprint
+from mmtrain.recipe.checks.cross_checks import is_runnable, require_runnable
 from mmtrain.recipe.loading.json_schema import editor_schema
-from mmtrain.recipe.loading.recipe_loader import LoadedRecipe, WrittenRecipe, load_recipe, read_recipe
+from mmtrain.recipe.loading.recipe_loader import (
+    LoadedRecipe,
+    WrittenRecipe,
+    dump_recipe,
+    load_recipe,
+    read_recipe,
+    recipe_fingerprint,
+)
 from mmtrain.recipe.settings.schema import Recipe
 
 __all__ = [

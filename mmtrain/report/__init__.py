@@ -5,9 +5,9 @@ Read `plan_view` for the table of a plan, `progress` and `runlog` for a training
 """
 
 from mmtrain.report.evaluation_result import AnsweredQuestion, EvaluationResult, TemplateScore
+from mmtrain.report.live_display import TrainingProgress, open_progress
 from mmtrain.report.metrics_record import StepMetrics, TimeSplit
 from mmtrain.report.plan_view import plan_table
-from mmtrain.report.progress import TrainingProgress, open_progress
 from mmtrain.report.runlog import RunLog, read_metrics
 
 __all__ = [

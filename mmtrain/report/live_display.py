@@ -1,9 +1,10 @@
-"""The live display of a training run on a terminal."""
+"""Progress of a training run: a live display on a terminal, one plain line per step elsewhere."""
 
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
-from typing import Self
+from typing import Protocol, Self
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
@@ -13,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mmtrain.report.metrics_record import StepMetrics, compact_number
-from mmtrain.report.step_text import TIME_LABELS, ProgressClock, clock_text, held_out_text
+from mmtrain.report.step_text import TIME_LABELS, ProgressClock, clock_text, held_out_text, step_line
 
 _TIME_COLORS = {"compute": "green", "wait": "yellow", "communication": "cyan", "data": "magenta"}
 
@@ -131,3 +132,61 @@ def _time(last: StepMetrics, width: int, ascii_only: bool) -> Text:
     blocks = [symbol * (hi - lo) for symbol, (lo, hi) in zip(symbols, pairwise(edges), strict=True)]
     bar = list(zip(blocks, _TIME_COLORS.values(), strict=True))
     return Text.assemble("time ", *bar, *legend, no_wrap=True, overflow="ellipsis")
+
+
+class TrainingProgress(Protocol):
+    """A context manager that shows finished steps and notes."""
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Show a finished step."""
+        ...
+
+    def note(self, text: str) -> None:
+        """Show a sentence that stays, such as that a checkpoint was saved."""
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *error: object) -> None: ...
+
+
+def open_progress(
+    console: Console,
+    title: str,
+    num_steps: int,
+    first_step: int = 1,
+    clock: Callable[[], float] = time.monotonic,
+) -> TrainingProgress:
+    """Return the display that suits `console`, for steps [first_step, num_steps] of a run called `title`.
+
+    `clock` gives seconds; the remaining time is estimated from the steps that this process has finished.
+    """
+    progress_clock = ProgressClock(num_steps, first_step, clock)
+    # FORCE_COLOR, which CI systems set, makes a terminal of every file; frames would fill a log with cursor movements.
+    if not console.file.isatty() or not console.is_terminal or console.is_dumb_terminal:
+        return LineProgress(console, progress_clock)
+
+    return LiveProgress(console, title, progress_clock)
+
+
+class LineProgress:
+    """One line per step, for logs and pipes."""
+
+    def __init__(self, console: Console, clock: ProgressClock) -> None:
+        self._console = console
+        self._clock = clock
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Print the step's line."""
+        self._clock.finish_step(metrics.step)
+        self.note(step_line(metrics, self._clock.num_steps, self._clock.remaining_s))
+
+    def note(self, text: str) -> None:
+        """Print `text` unchanged: a log has no width to wrap at, and file names may look like markup."""
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        return None

@@ -8,9 +8,8 @@ from mmtrain.families.stored_tensors import StoredWeight
 from mmtrain.weights.export_adapter import export_adapter
 from mmtrain.weights.export_weights import export_folder, export_generator
 from mmtrain.weights.folder_tensors import FolderTensors
-from mmtrain.weights.import_weights import PretrainedWeights, open_pretrained
+from mmtrain.weights.import_weights import PretrainedWeights, open_pretrained, start_folders
 from mmtrain.weights.run_weights import RunWeights
-from mmtrain.weights.start_folders import start_folders
 from mmtrain.weights.write_tensors import ExportDtype, ExportedFolder
 
 __all__ = [

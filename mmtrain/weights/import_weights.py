@@ -1,4 +1,12 @@
-"""Fill the parameters of a rank from a folder, slice by slice."""
+"""Fill the parameters of a rank from a folder, slice by slice.
+
+Tokens that a model did not have before start from the mean of the rows of its own tokens.
+So a new token's logit is the mean of all logits, and its probability at most the mean of theirs: n old and k new tokens
+raise the loss of any text by at most log(1 + k / n). Random rows may take all of the probability of a text that the
+model knew (Hewitt, "Initializing New Word Embeddings for Pretrained Language Models", 2021). The mean is also the same
+on every rank, whatever the plan. New tokens whose rows are equal part with the first step, which has other gradients
+for each.
+"""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,13 +22,45 @@ from mmtrain.models.shapes.layer_shape import is_adapter
 from mmtrain.recipe import Recipe
 from mmtrain.weights.folder_tensors import DTYPES, FolderTensors
 from mmtrain.weights.match_tensors import match_tensors
-from mmtrain.weights.new_tokens import MAX_ELEMENTS_PER_READ, mean_row
-from mmtrain.weights.start_folders import StartFolder, start_folders
 
 if TYPE_CHECKING:
     import torch
+from collections.abc import Iterable
+from pathlib import Path
+
+from mmtrain.recipe.settings.modalities import unit_path
 
 _SIGNIFICANT_BITS = {"float32": 24, "float16": 11, "bfloat16": 8}
+MAX_ELEMENTS_PER_READ = 16 << 20  # 64 MB in fp32: what a rank holds beside its parameters
+
+
+@dataclass(frozen=True)
+class StartFolder:
+    """A folder that a setting of the recipe names."""
+
+    keys: tuple[str, ...]  # of the setting
+    path: Path
+    unit: str | None = None  # of the recipe, which alone starts from it; None: all units that the folder holds
+    unit_in_folder: str | None = None  # of several that the folder may hold
+
+    @property
+    def setting(self) -> str:
+        """Return the dotted name of the setting."""
+        return ".".join(self.keys)
+
+
+def start_folders(recipe: Recipe) -> tuple[StartFolder, ...]:
+    """Return the folders of `model.hf` and of the `hf` of every unit."""
+    folders = [] if recipe.model.hf is None else [StartFolder(("model", "hf"), recipe.model.hf)]
+    for name, encoder in recipe.model.all_encoders.items():
+        if encoder.hf is not None:
+            folders.append(StartFolder(("model", *unit_path(name), "hf"), encoder.hf, name, encoder.modality))
+    if recipe.model.llm.hf is not None:
+        folders.append(StartFolder(("model", "llm", "hf"), recipe.model.llm.hf, "llm", "llm"))
+    generator = recipe.model.generator
+    if generator is not None and generator.hf is not None:
+        folders.append(StartFolder(("model", "generator", "hf"), generator.hf, "generator"))
+    return tuple(folders)
 
 
 @dataclass(frozen=True)
@@ -237,3 +277,20 @@ def _slabs(box: Box, dim: int = 0, start: int = 0) -> Iterator[tuple[Box, int]]:
 
 def _num_elements(box: Box) -> int:
     return math.prod(hi - lo for lo, hi in box)
+
+
+def mean_row(pieces: Iterable["torch.Tensor"]) -> "torch.Tensor":
+    """Return the mean over the rows of a matrix that comes in pieces (rows, width): (width,), in fp64.
+
+    Sums in fp64 differ too little between plans to be seen after rounding.
+    """
+    import torch
+
+    total: torch.Tensor | None = None
+    num_rows = 0
+    for piece in pieces:
+        piece_sum = piece.sum(0, dtype=torch.float64)
+        total = piece_sum if total is None else total + piece_sum
+        num_rows += len(piece)
+    assert total is not None, "a vocabulary has tokens"
+    return total / num_rows

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from mmtrain.data.index.feature_counts import count_image_features
+from mmtrain.data.index.sample_lengths import count_image_features
 from mmtrain.data.media.audio import HOP_SAMPLES, SAMPLE_RATE_HZ
 from mmtrain.data.text.folder_templates import find_templates
 from mmtrain.data.text.load_tokenizer import load_tokenizer

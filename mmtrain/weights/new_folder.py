@@ -12,7 +12,6 @@ from mmtrain.data.text.chat_tokenizer import write_chat_folder
 from mmtrain.data.text.folder_templates import find_templates, read_json, template_files
 from mmtrain.data.text.load_tokenizer import load_recipe_tokenizer
 from mmtrain.data.text.tokenizer_folder import read_tokenizer_folder
-from mmtrain.families.choose_family import NewFolder, choose_family
 from mmtrain.families.family import NewModel
 from mmtrain.families.folder_files import (
     CONFIG_FILE,
@@ -24,6 +23,7 @@ from mmtrain.families.folder_files import (
     TOKENIZER_CONFIG_FILE,
     TOKENIZER_FILE,
 )
+from mmtrain.families.registry import NewFolder, choose_family
 from mmtrain.recipe import Recipe
 from mmtrain.recipe.settings.llm_settings import LlmSettings
 from mmtrain.recipe.settings.modalities import VISION

@@ -10,7 +10,7 @@ from mmtrain.models.shapes.layer_shape import is_adapter
 from mmtrain.models.shapes.model_shape import build_model_shape
 from mmtrain.recipe import Recipe
 from mmtrain.weights.adapters import adapted_weights, adapter_names, merge_adapter, weight_of_adapter
-from mmtrain.weights.new_tokens import MAX_ELEMENTS_PER_READ, mean_row
+from mmtrain.weights.import_weights import MAX_ELEMENTS_PER_READ, mean_row
 
 if TYPE_CHECKING:
     import torch

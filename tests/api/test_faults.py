@@ -8,7 +8,7 @@ from mmtrain.api.faults import Fault, FaultOutcome, simulate_fault
 from mmtrain.errors import UserError
 from mmtrain.planning.evaluate.simulate_plan import plan_timing, simulate_plan
 from mmtrain.program import Backward, Forward
-from mmtrain.program.simulation.slow_rank import SlowRankTiming
+from mmtrain.program.simulation.simulate import SlowRankTiming
 from mmtrain.recipe import Recipe
 from tests.flow import cases
 from tests.flow.cases import Mesh

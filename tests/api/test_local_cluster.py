@@ -11,7 +11,7 @@ from mmtrain.errors import LaunchError
 from mmtrain.models.stage.fully_sharded import require_fsdp2
 from mmtrain.planning import Plan
 from mmtrain.planning.space.problem import PlanRequest
-from mmtrain.planning.whatif.plan_again import plan_again
+from mmtrain.planning.whatif import plan_again
 from mmtrain.recipe import Recipe
 from tests.planning.factory import lengths, recipe
 

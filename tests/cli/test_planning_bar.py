@@ -5,8 +5,8 @@ import itertools
 
 import pytest
 
-from mmtrain.cli import planning_bar as bar_module
-from mmtrain.cli.planning_bar import planning_bar
+from mmtrain.cli import run_plan as bar_module
+from mmtrain.cli.run_plan import planning_bar
 
 
 class Terminal(io.StringIO):

@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from mmtrain.data.text import token_counter
 from mmtrain.data.text.sample_tokenizer import MediumFeatures, TimedItems
 from mmtrain.families import FAMILIES as MODEL_FAMILIES
-from mmtrain.families.media_markup import Markups
+from mmtrain.families.family import Markups
 from mmtrain.recipe.settings.modalities import MediaKind
 
 CHATML = """

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from mmtrain.api.named_sources import read_named_sources
+from mmtrain.api.recipe_index import read_named_sources
 from mmtrain.data import Quarantined, Sample, build_index
 from mmtrain.data.formats.energon import description_files
 from mmtrain.data.formats.read_source import read_samples

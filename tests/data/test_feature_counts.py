@@ -2,7 +2,7 @@
 
 import pytest
 
-from mmtrain.data.index.feature_counts import count_image_features
+from mmtrain.data.index.sample_lengths import count_image_features
 from mmtrain.recipe.settings.data_settings import ImageSettings
 from mmtrain.recipe.settings.vision_settings import VisionSettings
 

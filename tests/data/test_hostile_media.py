@@ -12,10 +12,10 @@ from PIL import Image
 
 from mmtrain.data.formats.sample import QUARANTINE_REASONS
 from mmtrain.data.media.audio import read_num_frames
-from mmtrain.data.media.frame_sampling import frame_choice
 from mmtrain.data.media.images import load_rgb_images, read_image_size, supported_formats
 from mmtrain.data.media.media_bytes import BadMediaError, FileMedia, Media
 from mmtrain.data.media.video import load_video_frames, read_video_header
+from mmtrain.data.media.vision_items import frame_choice
 from mmtrain.recipe.settings.data_settings import AudioDataSettings, ImageSettings, VideoSettings
 from tests.data.archives import load_log_mels, movie, wav
 

@@ -20,7 +20,7 @@ from mmtrain.data.text.sample_tokenizer import IGNORE_INDEX, BadConversationErro
 from mmtrain.data.text.template_tokenizer import TemplateTokenizer
 from mmtrain.data.text.tokenizer_folder import tokenizer_sha256
 from mmtrain.errors import DataError
-from mmtrain.families.media_markup import MediaMarkup
+from mmtrain.families.family import MediaMarkup
 from mmtrain.recipe.settings.model_settings import ModelSettings
 from mmtrain.recipe.settings.schema import Recipe
 from tests.data.model_folders import CHATML, FAMILIES, write_folder

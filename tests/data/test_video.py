@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from mmtrain.data.media.frame_sampling import first_of_parts
 from mmtrain.data.media.media_bytes import FileMedia, TarMember
 from mmtrain.data.media.video import (
     BadVideoError,
@@ -24,6 +23,7 @@ from mmtrain.data.media.video import (
     read_quarter_turns,
     read_video_header,
 )
+from mmtrain.data.media.vision_items import first_of_parts
 from mmtrain.recipe.settings.data_settings import ImageSettings
 from tests.data.archives import movie, tar, wav
 

@@ -14,11 +14,17 @@ import pytest
 import torch
 from PIL import Image
 
-from mmtrain.data.media.frame_sampling import count_used_frames, find_item_tenths, frame_choice
 from mmtrain.data.media.image_grids import frame_grid, video_grid
 from mmtrain.data.media.media_bytes import FileMedia
 from mmtrain.data.media.video import BadVideoError, VideoHeader
-from mmtrain.data.media.vision_items import VisionItemDecoder, frame_settings, read_vision_items
+from mmtrain.data.media.vision_items import (
+    VisionItemDecoder,
+    count_used_frames,
+    find_item_tenths,
+    frame_choice,
+    frame_settings,
+    read_vision_items,
+)
 from mmtrain.recipe.settings.data_settings import ImageSettings, VideoSettings
 from mmtrain.recipe.settings.vision_settings import VisionSettings
 from tests.data.archives import movie

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mmtrain.data.media.frame_sampling import count_used_frames, frame_choice
 from mmtrain.data.media.media_bytes import FileMedia
 from mmtrain.data.media.video import VideoHeader
-from mmtrain.data.media.vision_items import VisionItemDecoder, read_vision_items
+from mmtrain.data.media.vision_items import VisionItemDecoder, count_used_frames, frame_choice, read_vision_items
 from mmtrain.errors import ModelFolderError
 from mmtrain.families.model_folder import ModelFolder, read_model_folder
 from mmtrain.families.registry import FAMILIES

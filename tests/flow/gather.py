@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from mmtrain.models.optim.named_shards import NamedShard
+from mmtrain.models.optim.parameter_specs import NamedShard
 from mmtrain.runtime.execution.checkpointing import shard_spec
 
 

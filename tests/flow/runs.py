@@ -11,7 +11,7 @@ from mmtrain.checkpoint import Checkpoint, open_newest_good
 from mmtrain.checkpoint.tensor_pieces import ShardSpec
 from mmtrain.errors import MmtrainError
 from mmtrain.planning.planner import plan_recipe as planner
-from mmtrain.planning.whatif.plan_again import plan_again
+from mmtrain.planning.whatif import plan_again
 from mmtrain.recipe import load_recipe
 from mmtrain.report import read_metrics
 from mmtrain.runtime.execution.fault_points import FaultPoints

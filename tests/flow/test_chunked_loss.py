@@ -5,7 +5,7 @@ from unittest.mock import PropertyMock, patch
 import pytest
 
 from mmtrain.models.kernels import vocab_loss
-from mmtrain.models.optim.named_shards import NamedShard
+from mmtrain.models.optim.parameter_specs import NamedShard
 from mmtrain.models.shapes.loss_chunks import LossSizes
 from mmtrain.planning import Plan
 from mmtrain.recipe import Recipe

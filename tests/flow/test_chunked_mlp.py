@@ -5,7 +5,7 @@ from unittest.mock import patch
 
 import pytest
 
-from mmtrain.models.megatron import chunked_mlp
+from mmtrain.models.megatron import block_segments
 from tests.flow.cases import Mesh, plan, recipe
 from tests.flow.equality import assert_equals_one_process, train_steps
 
@@ -29,7 +29,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Mesh]]] = {
 
 def train_in_small_chunks(*arguments: Any) -> Any:
     """Train as `train_steps` does."""
-    with patch.object(chunked_mlp, "MLP_CHUNK_TOKENS", CHUNK_TOKENS):
+    with patch.object(block_segments, "MLP_CHUNK_TOKENS", CHUNK_TOKENS):
         return train_steps(*arguments)
 
 

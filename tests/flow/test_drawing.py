@@ -14,7 +14,7 @@ from torch import Tensor
 from mmtrain.balance import BatchMeta, IntArray, StepTargets, assign
 from mmtrain.data import BatchBuilder, DataIndex, PayloadNeed, build_index
 from mmtrain.data.loading.batch_builder import StepData
-from mmtrain.models.optim.named_shards import NamedShard
+from mmtrain.models.optim.parameter_specs import NamedShard
 from mmtrain.models.shapes.model_shape import build_model_shape
 from mmtrain.planning.artifact.plan import Plan
 from mmtrain.planning.artifact.plan_graph import build_stage_graph

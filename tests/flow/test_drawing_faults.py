@@ -8,7 +8,7 @@ import pytest
 
 from mmtrain.planning import Plan
 from mmtrain.planning.planner import plan_recipe
-from mmtrain.planning.whatif.plan_again import plan_again
+from mmtrain.planning.whatif import plan_again
 from mmtrain.program import Backward
 from mmtrain.recipe import load_recipe
 from mmtrain.report import read_metrics

@@ -15,7 +15,7 @@ from mmtrain.data import build_index, load_tokenizer
 from mmtrain.families import FAMILIES
 from mmtrain.families.tiny import TINY_VOCAB_SIZE
 from mmtrain.planning.planner import plan_recipe as planner
-from mmtrain.planning.whatif.plan_again import plan_again
+from mmtrain.planning.whatif import plan_again
 from mmtrain.recipe import LoadedRecipe, load_recipe
 from mmtrain.report import read_metrics
 from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, load_run_recipe

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 
 from mmtrain.data.synthetic.demo import train_tokenizer
 from mmtrain.planning.planner import plan_recipe as planner
-from mmtrain.planning.whatif.plan_again import plan_again
+from mmtrain.planning.whatif import plan_again
 from mmtrain.recipe import load_recipe
 from mmtrain.recipe.settings.modalities import AUDIO
 from mmtrain.report import read_metrics

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from mmtrain.models.megatron.compat import no_cuda_graphs, optimizer_scope
-from mmtrain.models.optim.named_shards import NamedShard
+from mmtrain.models.optim.parameter_specs import NamedShard
 from mmtrain.models.stage.stage_inputs import UnitInput
 from mmtrain.models.stage.stage_module import StageModule
 from mmtrain.planning import Plan

@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor, device, full
 
-from mmtrain.models.optim.named_shards import NamedShard
+from mmtrain.models.optim.parameter_specs import NamedShard
 from mmtrain.planning import Plan
 from mmtrain.program import Action, Recv, Send
 from mmtrain.recipe import Recipe

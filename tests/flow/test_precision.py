@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mmtrain.errors import LaunchError
-from mmtrain.models.optim.named_shards import NamedShard
+from mmtrain.models.optim.parameter_specs import NamedShard
 from mmtrain.runtime.execution.precision import compute_dtype
 from mmtrain.runtime.execution.rank_context import build_rank_context
 from mmtrain.runtime.training.hooks.learning_rate import learning_rate

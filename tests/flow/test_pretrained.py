@@ -15,10 +15,10 @@ from mmtrain.balance import assign
 from mmtrain.checkpoint import open_newest_good
 from mmtrain.data import BatchBuilder, build_index
 from mmtrain.families import FAMILIES
-from mmtrain.models.optim.named_shards import NamedShard
+from mmtrain.models.optim.parameter_specs import NamedShard
 from mmtrain.planning import Plan
 from mmtrain.planning.planner import plan_recipe as planner
-from mmtrain.planning.whatif.plan_again import plan_again
+from mmtrain.planning.whatif import plan_again
 from mmtrain.recipe import Recipe
 from mmtrain.report import read_metrics
 from mmtrain.runtime.execution.rank_context import build_rank_context

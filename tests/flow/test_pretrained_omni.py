@@ -23,7 +23,7 @@ from mmtrain.models.megatron import ParallelGroups
 from mmtrain.models.shapes.model_shape import build_model_shape
 from mmtrain.planning.artifact.plan import StagePlan, UnitPlan
 from mmtrain.planning.planner import plan_recipe as planner
-from mmtrain.planning.whatif.plan_again import plan_again
+from mmtrain.planning.whatif import plan_again
 from mmtrain.recipe import Recipe, load_recipe
 from mmtrain.report import read_metrics
 from mmtrain.runtime.evaluation.generate import load_generator

@@ -10,7 +10,7 @@ import torch
 from mmtrain.checkpoint import open_newest_good
 from mmtrain.families import FAMILIES
 from mmtrain.planning.planner import plan_recipe as planner
-from mmtrain.planning.whatif.plan_again import plan_again
+from mmtrain.planning.whatif import plan_again
 from mmtrain.recipe import load_recipe
 from mmtrain.report import read_metrics
 from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, load_run_recipe

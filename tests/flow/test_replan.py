@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mmtrain.checkpoint import Checkpoint, ShardSpec, open_newest_good
-from mmtrain.models.optim.named_shards import NamedShard
+from mmtrain.models.optim.parameter_specs import NamedShard
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.execution.checkpointing import BackgroundSaver, SavedRank, restore_checkpoint
 from mmtrain.runtime.execution.rank_context import RankContext, build_rank_context

@@ -23,8 +23,8 @@ from mmtrain.program import Action
 from mmtrain.recipe import Recipe, recipe_fingerprint
 from mmtrain.report import read_metrics
 from mmtrain.runtime.execution.fault_points import FaultPoints
-from mmtrain.runtime.resilience.device_memory import smallest_device_memory
 from mmtrain.runtime.resilience.launch import free_port
+from mmtrain.runtime.resilience.out_of_memory import smallest_device_memory
 from mmtrain.runtime.resilience.signals import StopSignalListener
 from mmtrain.runtime.run_folder import FASTER_PLAN_FILE, PLAN_FILE, RECORDED_COSTS_FILE, REPLANNED_FOLDER
 from mmtrain.runtime.training import cost_drift

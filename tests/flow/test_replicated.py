@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from mmtrain.checkpoint import save
 from mmtrain.cli.app import app
 from mmtrain.errors import LaunchError
-from mmtrain.models.optim.named_shards import NamedShard
+from mmtrain.models.optim.parameter_specs import NamedShard
 from mmtrain.models.stage import fully_sharded
 from mmtrain.planning import load_plan
 from mmtrain.planning.artifact.plan import Plan, UnitPlan

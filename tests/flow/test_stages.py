@@ -12,7 +12,7 @@ import pytest
 
 from mmtrain.api.stage_runs import stage_runs
 from mmtrain.planning.planner import plan_recipe as planner
-from mmtrain.planning.whatif.plan_again import plan_again
+from mmtrain.planning.whatif import plan_again
 from mmtrain.recipe import read_recipe
 from mmtrain.runtime.resilience.launch import free_port
 from mmtrain.runtime.training import train

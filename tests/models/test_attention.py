@@ -16,8 +16,8 @@ from mmtrain.models.attention import (
     choose_backend,
     sequence_layout,
 )
+from mmtrain.models.kernels.elementwise import apply_rotary
 from mmtrain.models.kernels.rotary_positions import Rotation, look_up_rotations
-from mmtrain.models.kernels.rotation import apply_rotary
 from tests.models.factory import settings, stage, text
 
 CPU = torch.device("cpu")

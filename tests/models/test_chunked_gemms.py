@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mmtrain.models.megatron import prepare_megatron
-from mmtrain.models.megatron.chunked_gemms import chunk_bounds, gather_then_multiply, multiply_then_reduce
+from mmtrain.models.megatron.tp_linear import chunk_bounds, gather_then_multiply, multiply_then_reduce
 from tests.distributed import run_ranks
 
 INPUTS, OUTPUTS = 6, 5

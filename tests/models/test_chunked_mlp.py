@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from mmtrain.models.build_stage import StageOptions, build_stage_without_weights
-from mmtrain.models.megatron import ParallelGroups, chunked_mlp
+from mmtrain.models.megatron import ParallelGroups, block_segments
 from mmtrain.models.optim.parameter_specs import stage_param_specs
 from mmtrain.models.stage.fully_sharded import initialize_shards, shard_stage
 from mmtrain.models.stage.stage_module import StageSpec
@@ -49,7 +49,7 @@ def _run(
             param.main_grad = torch.zeros_like(param)  # type: ignore[attr-defined]
             live.ignore([param.main_grad])  # type: ignore[attr-defined]
     inputs = text(*LENGTHS) if unit == "llm" else images((4, 6), (2, 2), (6, 4))
-    with patch.object(chunked_mlp, "MLP_CHUNK_TOKENS", chunk_tokens), live:
+    with patch.object(block_segments, "MLP_CHUNK_TOKENS", chunk_tokens), live:
         module(None, inputs).square().sum().backward()
     grads = {}
     for name, param in module.named_parameters():
@@ -78,7 +78,7 @@ def test_an_mlp_in_chunks_holds_less_and_runs_as_often() -> None:
     inner_bytes = 4 * 3 * 960 * (sum(LENGTHS) - CHUNK_TOKENS)  # of a gated MLP, for the tokens outside a chunk
     assert peaks[0] - peaks[1] > inner_bytes
     rows: list[int] = []
-    whole = chunked_mlp.run_mlp_in_chunks
+    whole = block_segments.run_mlp_in_chunks
 
     def counted(mlp: Any, *args: Any, **settings_: Any) -> Tensor:
         def run(x: Tensor) -> Tensor:
@@ -119,7 +119,7 @@ def _sharded(chunk_tokens: int) -> dict[str, Tensor]:
     specs, mesh = stage_param_specs(module, "llm", 1), init_device_mesh("cpu", (2,))
     shard_stage(module, mesh, CPU, torch.float32)
     initialize_shards(module, specs, mesh, 1, torch.float32, None)
-    with patch.object(chunked_mlp, "MLP_CHUNK_TOKENS", chunk_tokens):
+    with patch.object(block_segments, "MLP_CHUNK_TOKENS", chunk_tokens):
         module(None, text(*LENGTHS)).backward()
     return {name: param.grad.to_local() for name, param in module.named_parameters()}  # type: ignore[union-attr]
 

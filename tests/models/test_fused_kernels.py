@@ -15,9 +15,8 @@ from torch import Tensor
 from mmtrain.errors import UserError
 from mmtrain.models.build_stage import StageOptions, build_stage
 from mmtrain.models.kernels import liger
-from mmtrain.models.kernels.activations import activate_gated
 from mmtrain.models.kernels.choice import describe_kernels, kernel_choices, uses_fused_kernels
-from mmtrain.models.kernels.rotation import apply_rotary, rotate_heads
+from mmtrain.models.kernels.elementwise import activate_gated, apply_rotary, rotate_heads
 from mmtrain.models.megatron import ParallelGroups, prepare_megatron
 from mmtrain.models.shapes.loss_chunks import LossSizes
 from mmtrain.models.stage.stage_module import StageSpec

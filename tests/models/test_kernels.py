@@ -8,9 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmtrain.models.kernels.activations import activate, activate_gated
-from mmtrain.models.kernels.norms import rms_norm
-from mmtrain.models.kernels.rotation import apply_rotary
+from mmtrain.models.kernels.elementwise import activate, activate_gated, apply_rotary, rms_norm
 from mmtrain.models.kernels.weight_gradient import add_weight_gradient
 from mmtrain.recipe.settings.encoder_settings import Activation
 

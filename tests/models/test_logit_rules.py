@@ -1,7 +1,7 @@
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor, SuppressTokensLogitsProcessor
 
-from mmtrain.models.kernels.logit_rules import LogitRules
+from mmtrain.models.kernels.vocab_loss import LogitRules
 
 
 def test_rules_change_logits_as_transformers_does_whole_or_in_slices() -> None:

@@ -19,9 +19,8 @@ from mmtrain.models.shapes.encoder_shapes import (
 )
 from mmtrain.models.shapes.layer_shape import LayerShape, MediaShape
 from mmtrain.models.shapes.model_shape import build_model_shape
-from mmtrain.models.stage.encoder_modules import ENCODER_MODULES, EncoderModules
 from mmtrain.models.stage.stage_inputs import EncoderInput
-from mmtrain.models.stage.stage_module import StageSpec
+from mmtrain.models.stage.stage_module import ENCODER_MODULES, EncoderModules, StageSpec
 from mmtrain.models.stage.vision_layers import VisionContext
 from mmtrain.planning.planner import plan_recipe
 from mmtrain.recipe import Recipe, recipe_fingerprint
@@ -33,8 +32,7 @@ from mmtrain.recipe.settings.encoder_settings import EncoderSettings
 from mmtrain.recipe.settings.modalities import GENERATOR, MODALITIES, Modality
 from mmtrain.recipe.settings.model_settings import ModelSettings
 from mmtrain.recipe.settings.parallel_settings import ParallelSettings, UnitParallel
-from mmtrain.runtime.profiling.item_sizes import ITEM_SIZES, ItemSizes
-from mmtrain.runtime.profiling.probes import make_probes
+from mmtrain.runtime.profiling.probes import ITEM_SIZES, ItemSizes, make_probes
 
 FEATURES = 10
 

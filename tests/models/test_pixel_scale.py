@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from mmtrain.models.stage.pixel_scale import PixelScale
-from mmtrain.models.stage.stage_inputs import EncoderInput
+from mmtrain.models.stage.stage_inputs import EncoderInput, PixelScale
 
 MEAN = (0.48145466, 0.4578275, 0.40821073)
 STD = (0.26862954, 0.26130258, 0.27577711)

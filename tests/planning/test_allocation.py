@@ -13,11 +13,10 @@ from mmtrain.planning.artifact.layout import MeshSize
 from mmtrain.planning.evaluate.evaluator import Evaluator
 from mmtrain.planning.formulate import formulate_problem
 from mmtrain.planning.search.mesh_enumeration import bounded_mesh_assignments
-from mmtrain.planning.search.pipelined import allocate_ranks, relaxed_step_s
+from mmtrain.planning.search.strategies import allocate_ranks, relaxed_step_s
 from mmtrain.planning.space.budget import DEFAULT_BUDGET
 from mmtrain.planning.space.constraints import UnitChoices
-from mmtrain.planning.space.problem import PlanningProblem, PlanRequest
-from mmtrain.planning.space.search_reports import Allocation, AllocationWatch
+from mmtrain.planning.space.problem import Allocation, AllocationWatch, PlanningProblem, PlanRequest
 from tests.planning.exhaustive import Instance, all_candidates, fastest_found, least_step
 from tests.planning.factory import UNET, evaluator_for, heard, problem_for, recipe, speech, with_generator, with_memory
 

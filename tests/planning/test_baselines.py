@@ -27,9 +27,9 @@ from mmtrain.planning.layer_costs.layer_partition import FloatArray, LayerChain,
 from mmtrain.planning.planner import plan
 from mmtrain.planning.search.best_first_search import best_first_search
 from mmtrain.planning.search.mesh_enumeration import bounded_mesh_assignments, mesh_assignments
-from mmtrain.planning.space.batch_split import UnitSplit
 from mmtrain.planning.space.candidate import EQUAL_STEP_TIME_RATIO, Candidate, SearchResults
 from mmtrain.planning.space.problem import PlanningProblem, PlanRequest
+from mmtrain.planning.space.sample_batches import UnitSplit
 from mmtrain.program import build_program
 from mmtrain.recipe.settings.schema import Recipe
 from tests.planning.factory import VISION, evaluator_for, problem_for, recipe, simulated, with_memory
@@ -141,7 +141,7 @@ def test_a_baseline_faster_than_everything_searched_becomes_the_plan(monkeypatch
         results = best_first_search([c for c in candidates if c.placement == "disaggregated"], *more)
         return replace(results, enumerated=tuple(candidates))
 
-    monkeypatch.setattr("mmtrain.planning.search.pipelined.best_first_search", search_slow_ones)
+    monkeypatch.setattr("mmtrain.planning.search.strategies.best_first_search", search_slow_ones)
     unrestricted = problem(recipe(**SMALL), 2)
     constraints = replace(unrestricted.constraints, placements=("unified", "disaggregated"))
     fastest = min(baseline.step_time_s for name, baseline in baselines.items() if name not in SHARDED_RULES)

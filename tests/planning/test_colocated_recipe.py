@@ -30,8 +30,8 @@ from mmtrain.planning.formulate import formulate_problem
 from mmtrain.planning.layer_costs.layer_costs import LayerCosts
 from mmtrain.planning.layer_costs.layer_partition import layout_graph
 from mmtrain.planning.planner import plan_recipe
-from mmtrain.planning.space.batch_split import batch_split_of
 from mmtrain.planning.space.candidate import Candidate
+from mmtrain.planning.space.sample_batches import batch_split_of
 from mmtrain.program import Fill, ScheduleKind, build_program
 from mmtrain.program.ir.graph import LLM
 from mmtrain.program.simulation.simulate import simulate

@@ -11,7 +11,7 @@ from mmtrain.planning.search.strategies import run_strategies
 from mmtrain.planning.space.budget import QUICK_BUDGET
 from mmtrain.planning.space.candidate import SearchResults
 from mmtrain.planning.space.problem import PlanRequest
-from mmtrain.planning.whatif.faster_nearby import describe_faster_nearby
+from mmtrain.planning.whatif import describe_faster_nearby
 from tests.planning.factory import lengths, problem_for, recipe
 
 

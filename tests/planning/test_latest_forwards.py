@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmtrain.planning.colocated.latest_forwards import delay_forwards
+from mmtrain.planning.colocated.llm_alone import delay_forwards
 from mmtrain.program import Backward, Forward, Send, TransferCost, action_to_text, build_program, simulate
 from tests.program.graphs import Unit, chain
 from tests.program.timings import Seconds

@@ -8,8 +8,8 @@ import pytest
 from mmtrain.planning.layer_costs.layer_costs import LayerCosts
 from mmtrain.planning.layer_costs.layer_partition import layout_graph
 from mmtrain.planning.search.mesh_enumeration import mesh_assignments
-from mmtrain.planning.space.batch_split import UnitSplit, batch_split_of
 from mmtrain.planning.space.budget import DEFAULT_BUDGET
+from mmtrain.planning.space.sample_batches import UnitSplit, batch_split_of
 from mmtrain.program.schedules.builder import in_flight_microbatches
 from tests.planning import factory
 

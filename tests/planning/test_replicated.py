@@ -28,9 +28,9 @@ from mmtrain.planning.formulate import formulate_problem
 from mmtrain.planning.layer_costs.layer_costs import LayerCosts
 from mmtrain.planning.planner import plan, plan_recipe
 from mmtrain.planning.search.replicated import ReplicatedStrategy
-from mmtrain.planning.space.batch_split import batch_split_of
 from mmtrain.planning.space.budget import DEFAULT_BUDGET
 from mmtrain.planning.space.problem import PlanRequest
+from mmtrain.planning.space.sample_batches import batch_split_of
 from mmtrain.program import build_program, simulate
 from mmtrain.recipe import Recipe
 from tests.planning import factory

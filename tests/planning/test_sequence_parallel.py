@@ -13,7 +13,7 @@ from mmtrain.planning.layer_costs.layer_partition import layout_graph, partition
 from mmtrain.planning.layer_costs.token_splits import choose_sequence_parallelism
 from mmtrain.planning.planner import plan_recipe
 from mmtrain.planning.search.mesh_enumeration import mesh_assignments
-from mmtrain.planning.space.batch_split import batch_split_of
+from mmtrain.planning.space.sample_batches import batch_split_of
 from mmtrain.program.ir.actions import Send
 from mmtrain.program.ir.graph import Microbatch
 from tests.planning.exhaustive import least_step, random_instance, squeezed

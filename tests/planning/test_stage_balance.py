@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mmtrain.costs.hardware import GIB
-from mmtrain.planning.advise.stage_balance import stage_balance
+from mmtrain.planning.advise.finish import stage_balance
 from mmtrain.planning.artifact.layout import MeshSize
 from mmtrain.planning.artifact.plan import StageBalance
 from mmtrain.planning.evaluate.evaluator import Evaluator

@@ -9,7 +9,7 @@ from mmtrain.costs import num_parameters
 from mmtrain.errors import RecipeError
 from mmtrain.models.shapes.model_shape import build_model_shape
 from mmtrain.recipe import dump_recipe, editor_schema, load_recipe, recipe_fingerprint
-from mmtrain.recipe.loading.apply_presets import presets_by_unit
+from mmtrain.recipe.loading.recipe_loader import presets_by_unit
 from mmtrain.recipe.settings.presets import (
     AUDIO_PRESETS,
     GENERATOR_PRESETS,

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from mmtrain.models.stage.stage_inputs import TextInput
 from mmtrain.planning.artifact.plan import Plan
 from mmtrain.program import ModelTiming, Program, Timeline, build_program, simulate
-from mmtrain.program.ir.first_group import FirstGroup, first_group
 from mmtrain.program.verify.deadlock import send_window
 from mmtrain.runtime.execution.activity import Activity
 from mmtrain.runtime.execution.broker import Broker
@@ -28,6 +27,7 @@ from mmtrain.runtime.execution.executor import Executor, StepInput
 from mmtrain.runtime.execution.process_groups import build_groups
 from mmtrain.runtime.resilience.launch import launch_local
 from mmtrain.runtime.world import Address, World, join, leave
+from tests.rehearsal.first_group import FirstGroup, first_group
 from tests.rehearsal.stand_ins import (
     STAND_IN_DTYPE,
     STAND_IN_WIDTH,

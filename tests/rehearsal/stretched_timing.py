@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from mmtrain.program import Compute, Microbatch, ModelTiming, Partial, Send, StageId, TransferCost
 from mmtrain.program.ir.actions import Collective
 from mmtrain.program.ir.data_dependencies import participants
-from mmtrain.program.ir.first_group import FirstGroup
+from tests.rehearsal.first_group import FirstGroup
 
 
 @dataclass(frozen=True)

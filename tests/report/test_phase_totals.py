@@ -12,7 +12,7 @@ from mmtrain.report.logged_totals import measured_phases, phase_rows, predicted_
 from mmtrain.report.metrics_record import DispatchMetrics
 from mmtrain.report.plan_view import plan_table
 from mmtrain.report.report_contents import report_json
-from mmtrain.report.run_summary import run_summary
+from mmtrain.report.runlog import run_summary
 from mmtrain.report.terminal import report_text
 from tests.report.conftest import contents_of, metrics
 

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from mmtrain.report import TimeSplit, open_progress
-from mmtrain.report.live_display import LiveProgress, sparkline
+from mmtrain.report.live_display import LineProgress, LiveProgress, sparkline
 from mmtrain.report.metrics_record import compact_number
-from mmtrain.report.progress import LineProgress
 from mmtrain.report.step_text import ProgressClock, clock_text
 from tests.report.conftest import Clock, metrics
 

@@ -4,12 +4,12 @@ import pytest
 
 from mmtrain.planning import Plan
 from mmtrain.planning.planner import plan_recipe
-from mmtrain.planning.whatif.text_only import with_text_only
+from mmtrain.planning.whatif import with_text_only
 from mmtrain.recipe.settings.parallel_settings import ClusterSettings
 from mmtrain.report.html import html_page
 from mmtrain.report.report_contents import ReportContents, report_json
 from mmtrain.report.run_cost import RunCost
-from mmtrain.report.run_summary import run_summary
+from mmtrain.report.runlog import run_summary
 from mmtrain.report.terminal import report_text
 from tests.planning.factory import lengths, recipe
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mmtrain.models.attention import AttentionOptions, SequenceLayout, attend
-from mmtrain.runtime.execution.determinism import CUBLAS_WORKSPACE_VARIABLE, set_determinism
+from mmtrain.runtime.execution.precision import CUBLAS_WORKSPACE_VARIABLE, set_determinism
 
 
 @pytest.fixture(autouse=True)

@@ -19,8 +19,12 @@ from mmtrain.planning.space.constraints import sizes_to_measure
 from mmtrain.program import LLM
 from mmtrain.recipe import Recipe
 from mmtrain.recipe.settings.modalities import GENERATOR
-from mmtrain.runtime.profiling.layer_passes import backward_by_layer, forward_by_layer
-from mmtrain.runtime.profiling.layer_profiler import LayerProfiler, build_layer_profiler
+from mmtrain.runtime.profiling.layer_profiler import (
+    LayerProfiler,
+    backward_by_layer,
+    build_layer_profiler,
+    forward_by_layer,
+)
 from mmtrain.runtime.profiling.probes import Probe, make_probes
 from mmtrain.runtime.profiling.profile import ProfileRequest, profile
 from mmtrain.runtime.world import World

@@ -18,12 +18,11 @@ from mmtrain.planning import Plan
 from mmtrain.planning.artifact.plan_memory import DeviceMemory
 from mmtrain.planning.planner import plan_recipe
 from mmtrain.recipe import Recipe, recipe_fingerprint
-from mmtrain.runtime.resilience import device_memory
+from mmtrain.runtime.resilience import out_of_memory
 from mmtrain.runtime.run_folder import PLAN_FILE
 from mmtrain.runtime.training import choose_plan as choose_plan_module
 from mmtrain.runtime.training import switch_plan as switch_plan_module
-from mmtrain.runtime.training.choose_plan import choose_plan
-from mmtrain.runtime.training.plan_fit import limited_to_device, plan_that_fits, require_fit
+from mmtrain.runtime.training.choose_plan import choose_plan, limited_to_device, plan_that_fits, require_fit
 from mmtrain.runtime.training.standby_plans import save_standby_plan
 from mmtrain.runtime.training.switch_plan import switch_plan
 from mmtrain.runtime.world import World
@@ -63,11 +62,11 @@ def test_plans_are_made_for_what_a_device_has() -> None:
 def test_a_rank_has_its_share_of_what_its_container_is_limited_to(
     monkeypatch: pytest.MonkeyPatch, stated_gib: float | None, expected_gib: float
 ) -> None:
-    monkeypatch.setattr(device_memory, "machine_limits", lambda: MachineLimits(memory_bytes=16 * GIB))
+    monkeypatch.setattr(out_of_memory, "machine_limits", lambda: MachineLimits(memory_bytes=16 * GIB))
     settings = SETTINGS.model_copy(
         update={"cluster": SETTINGS.cluster.model_copy(update={"host_memory_gib": stated_gib})}
     )
-    assert device_memory.smallest_device_memory(settings, "cpu-core", WORLD).host_bytes == expected_gib * GIB
+    assert out_of_memory.smallest_device_memory(settings, "cpu-core", WORLD).host_bytes == expected_gib * GIB
 
 
 def test_a_switch_to_a_plan_that_does_not_fit_is_refused(

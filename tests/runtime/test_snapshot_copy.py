@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from mmtrain.recipe.settings.train_settings import OptimizerSettings
-from mmtrain.runtime.execution import snapshot_copy
+from mmtrain.runtime.execution import checkpointing
+from mmtrain.runtime.execution.checkpointing import SnapshotCopy
 from mmtrain.runtime.execution.optimizer import Optimizer
-from mmtrain.runtime.execution.snapshot_copy import SnapshotCopy
 from tests.waiting import MAX_WAIT_S
 
 
@@ -56,7 +56,7 @@ def test_training_goes_on_after_a_copy_that_failed(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_snapshot_of_a_gpu_is_what_it_held_when_it_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshot_copy, "_STAGING_BYTES", 4096)
+    monkeypatch.setattr(checkpointing, "_STAGING_BYTES", 4096)
     live = [torch.full((size,), float(size), device="cuda") for size in (1, 5000, 77, 3000)]
     live.append(torch.full((30, 40), 2.0, device="cuda", dtype=torch.bfloat16))
     expected = [tensor.cpu() for tensor in live]

@@ -12,9 +12,8 @@ from mmtrain.errors import RankDied, RunError
 from mmtrain.planning.artifact.plan import Plan
 from mmtrain.planning.artifact.plan_change import describe_plan_change
 from mmtrain.planning.planner import plan_recipe
-from mmtrain.runtime.resilience.usable_devices import find_usable_devices
 from mmtrain.runtime.training.hooks.elastic import STEPS_BEFORE_STANDBY_PLANNING, ResumeTime, StandbyPlanning
-from mmtrain.runtime.training.local_restarts import LossMonitor
+from mmtrain.runtime.training.local_restarts import LossMonitor, find_usable_devices
 from mmtrain.runtime.training.run_records import RunRecords
 from mmtrain.runtime.training.standby_plans import (
     load_standby_plan,

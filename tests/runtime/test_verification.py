@@ -11,8 +11,7 @@ import torch
 
 from mmtrain.costs import num_parameters
 from mmtrain.errors import UserError
-from mmtrain.models.optim.named_shards import NamedShard
-from mmtrain.models.optim.parameter_specs import ParamSpec
+from mmtrain.models.optim.parameter_specs import NamedShard, ParamSpec
 from mmtrain.models.shapes.layer_shape import Attention
 from mmtrain.models.shapes.model_shape import LayerShape, build_model_shape
 from mmtrain.planning.artifact.plan import Plan

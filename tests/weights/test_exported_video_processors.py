@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mmtrain.data.index.feature_counts import count_image_features
-from mmtrain.data.media.frame_sampling import count_used_frames
+from mmtrain.data.index.sample_lengths import count_image_features
 from mmtrain.data.media.video import VideoHeader
+from mmtrain.data.media.vision_items import count_used_frames
 from mmtrain.families import FAMILIES, read_model_folder
 from mmtrain.families.folder_files import VIDEO_PROCESSOR_FILE
 from mmtrain.families.processor_files import read_processor

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mmtrain.models.optim.named_shards import NamedShard
-from mmtrain.models.optim.parameter_specs import tp_shard
+from mmtrain.models.optim.parameter_specs import NamedShard, tp_shard
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.execution.rank_context import build_rank_context
 from mmtrain.runtime.world import World

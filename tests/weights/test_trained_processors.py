@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mmtrain.data.index.feature_counts import count_image_features
+from mmtrain.data.index.sample_lengths import count_image_features
 from mmtrain.data.media.image_grids import num_tiles
 from mmtrain.families import FAMILIES, read_model_folder
 from mmtrain.families.processor_files import read_processor

@@ -11,10 +11,9 @@ from typing import Any
 
 from mmtrain.data.formats.allowed_folder import AllowedFolder, MediaFolder, RemoteFolder
 from mmtrain.data.formats.conversation import CONVERSATION_KEYS, CONVERSATION_KEYS_BY_FORMAT
-from mmtrain.data.formats.energon import read_energon_folder
+from mmtrain.data.formats.energon import expand_braces, read_energon_folder
 from mmtrain.data.formats.json_files import JSON_LINES_SUFFIXES, read_json
 from mmtrain.data.formats.sample import Quarantined, Sample, turned_to_draw, turned_to_show, with_marks_in_front
-from mmtrain.data.formats.shard_patterns import expand_braces
 from mmtrain.data.formats.webdataset import read_shard
 from mmtrain.data.optional_packages import require_package
 from mmtrain.data.remote.locations import matching_urls

@@ -21,8 +21,7 @@ from mmtrain.data.formats.conversation import (
     references_media,
 )
 from mmtrain.data.formats.energon import EnergonDataset
-from mmtrain.data.formats.inline_media import may_hold_data_urls, resolve_data_urls
-from mmtrain.data.formats.json_files import parse_json
+from mmtrain.data.formats.json_files import may_hold_data_urls, parse_json, resolve_data_urls
 from mmtrain.data.formats.json_list import MAX_ENTRY_BYTES
 from mmtrain.data.formats.sample import Quarantined, Sample
 from mmtrain.data.formats.tar_members import BadTarMember, read_tar_members

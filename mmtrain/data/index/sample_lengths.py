@@ -10,10 +10,10 @@ from typing import TypeVar
 from mmtrain.data.callbacks import NotifyCallback
 from mmtrain.data.formats.read_source import read_samples
 from mmtrain.data.formats.sample import PLURALS, Quarantined, Sample, find_unusable, is_document_sample
-from mmtrain.data.index.feature_counts import FeatureCounter
 from mmtrain.data.index.media_versions import MediaVersions, run_tasks
-from mmtrain.data.media.image_grids import MediumItems
+from mmtrain.data.media.image_grids import MediumItems, item_grids
 from mmtrain.data.media.item_readers import ITEM_READERS, ItemReader
+from mmtrain.data.media.joined_tiles import TileJoin
 from mmtrain.data.media.media_bytes import BadMediaError, FileMedia, Media, ParquetCell
 from mmtrain.data.media.target_images import TargetImageReader
 from mmtrain.data.text.chat_tokenizer import DRAW_TOKENS
@@ -27,9 +27,11 @@ from mmtrain.data.text.sample_tokenizer import (
     split_videos,
 )
 from mmtrain.errors import DataError
-from mmtrain.recipe.settings.data_settings import DataSettings, SourceSettings
+from mmtrain.recipe.settings.data_settings import DataSettings, ImageSettings, SourceSettings
+from mmtrain.recipe.settings.encoder_settings import EncoderSettings
 from mmtrain.recipe.settings.modalities import GENERATOR, MODALITIES, MediaKind, dotted_unit
 from mmtrain.recipe.settings.schema import Recipe
+from mmtrain.recipe.settings.vision_settings import VisionSettings
 
 HEADER_THREADS = 4  # reading headers waits for the disk; more threads would only wait for the interpreter's lock
 _CHUNK_SAMPLES = 2048  # whose media headers are read together
@@ -41,6 +43,29 @@ _T = TypeVar("_T")
 _Header = MediumItems | BadMediaError  # the items of a medium, or why it cannot be used
 _HeaderKey = str | Media  # the path of a medium in a file of its own, which compares faster than a `FileMedia`
 _Headers = dict[tuple[str, MediaKind], dict[_HeaderKey, _Header]]  # by encoder unit and kind of media
+
+
+@dataclass(frozen=True)
+class FeatureCounter:
+    """Counts the features of a medium from its items."""
+
+    cells_per_feature: int
+    partial_cells: int  # that may be missing in the last token of an item
+    extra_features: int  # of each item
+    join: TileJoin | None  # of several items of an image
+
+    @classmethod
+    def of(cls, settings: EncoderSettings, image: ImageSettings) -> "FeatureCounter":
+        """Return the counter of an encoder."""
+        join = TileJoin.of(settings, image) if isinstance(settings, VisionSettings) else None
+        return cls(settings.cells_per_feature, settings.partial_cells, settings.extra_features, join)
+
+    def count(self, items: MediumItems) -> int:
+        """Return the LLM tokens of a medium, without marks that a chat template writes around them."""
+        if self.join is not None:
+            return self.join.num_features(items.image_size, len(items.grids))
+        num_cells = [rows * cols + self.partial_cells for rows, cols in items.grids]
+        return sum([cells // self.cells_per_feature + self.extra_features for cells in num_cells])
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,3 +346,9 @@ class _SampleMeasurer:
             return len(medium.grids), medium.tenths
 
         return split_videos(features, sample, items_of)
+
+
+def count_image_features(width: int, height: int, settings: VisionSettings, image: ImageSettings) -> int:
+    """Return the LLM tokens of an image of `width` x `height` pixels that is alone in its sample."""
+    grids = item_grids(width, height, image, settings.patch, settings.merge, settings.max_side)
+    return FeatureCounter.of(settings, image).count(MediumItems(grids, image_size=(width, height)))

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import ModuleType
+from typing import Any, BinaryIO
 
 from mmtrain.data.media.media_bytes import BadMediaError, Media, NotAFileError, describe_missing
 from mmtrain.data.optional_packages import check_package_fits
@@ -28,3 +30,13 @@ def media_errors(media: Media, bad: type[BadMediaError], broken: str) -> Iterato
         # The libraries' own messages, without the name or the number of our stream.
         why = getattr(error, "error_string", None) or getattr(error, "strerror", None) or error
         raise bad(broken, f"{media}: {type(error).__name__}: {why}") from None
+
+
+def open_container(av: ModuleType, file: BinaryIO, formats: str, **options: Any) -> Any:
+    """Open a file in one of these formats by PyAV: it may name no other file or host, and its tags may be of any text.
+
+    PyAV 19 reads tags that are no UTF-8 without being asked, and has no argument for it any more.
+    """
+    if int(av.__version__.partition(".")[0]) < 19:
+        options["metadata_errors"] = "ignore"
+    return av.open(file, container_options={"format_whitelist": formats, "protocol_whitelist": "none"}, **options)

@@ -15,9 +15,8 @@ from typing import Any, BinaryIO, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from mmtrain.data.media.containers import open_container
 from mmtrain.data.media.media_bytes import BadMediaError, FileMedia, Media, TarMember
-from mmtrain.data.media.media_errors import media_errors
+from mmtrain.data.media.media_errors import media_errors, open_container
 from mmtrain.data.media.sound_lengths import classify_stated_length
 from mmtrain.data.optional_packages import require_package
 from mmtrain.errors import DataError

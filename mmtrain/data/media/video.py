@@ -22,10 +22,9 @@ from typing import Any, BinaryIO, NamedTuple
 
 from PIL import Image
 
-from mmtrain.data.media.containers import open_container
 from mmtrain.data.media.fitting import Size, fit_picture
 from mmtrain.data.media.media_bytes import BadMediaError, Media
-from mmtrain.data.media.media_errors import media_errors
+from mmtrain.data.media.media_errors import media_errors, open_container
 from mmtrain.data.optional_packages import require_package
 from mmtrain.recipe.settings.data_settings import ImageSettings
 

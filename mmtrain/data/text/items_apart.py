@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 from mmtrain.balance.batch_meta import IntArray
 from mmtrain.data.text.chat_template import TIME, Span
 from mmtrain.data.text.sample_tokenizer import MediaFeatures, MediumFeatures, TimedItems
-from mmtrain.families.media_markup import SECONDS, MediaMarkup
+from mmtrain.families.family import SECONDS, MediaMarkup
 
 
 class ItemsApart:

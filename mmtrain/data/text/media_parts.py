@@ -8,7 +8,7 @@ from typing import Any
 from jinja2 import nodes
 
 from mmtrain.data.text.chat_template import PROBE, ChatTemplate, RenderError
-from mmtrain.families.media_markup import MediaMarkup
+from mmtrain.families.family import MediaMarkup
 from mmtrain.recipe.settings.modalities import MODALITIES, MediaKind
 
 MediaPart = Mapping[str, Any]

@@ -15,7 +15,7 @@ from mmtrain.data.text.media_parts import KindFacts, MediaProber
 from mmtrain.data.text.rendering_skeletons import Render
 from mmtrain.data.text.tokenizer_folder import TokenizerFolder
 from mmtrain.errors import DataError
-from mmtrain.families.media_markup import Markups, MediaMarkup
+from mmtrain.families.family import Markups, MediaMarkup
 from mmtrain.recipe.settings.modalities import MediaKind
 
 _QUESTIONS = (f"{PROBE}first question", f"{PROBE}second question")

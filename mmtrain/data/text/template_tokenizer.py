@@ -38,7 +38,7 @@ from mmtrain.data.text.template_facts import find_thought_end, find_turn_tokens,
 from mmtrain.data.text.token_counter import RenderingCounter
 from mmtrain.data.text.tokenizer_folder import TokenizerFolder, read_tokenizer_folder
 from mmtrain.errors import DataError
-from mmtrain.families.media_markup import Markups, MediaMarkup
+from mmtrain.families.family import Markups, MediaMarkup
 from mmtrain.recipe.settings.modalities import MODALITIES, MediaKind
 from mmtrain.recipe.settings.text_settings import SpecialTokensAllowed, SpecialTokenSettings
 

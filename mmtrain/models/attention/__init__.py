@@ -5,8 +5,13 @@ k and v may have fewer heads than q (grouped-query attention). Under a causal ma
 may see each other in both directions. `backends` chooses one for a device; `reference` is the definition of them all.
 """
 
-from mmtrain.models.attention.backends import attend, backend_problems, choose_backend, prepare_attention
-from mmtrain.models.attention.cross_attention import attend_to_context
+from mmtrain.models.attention.backends import (
+    attend,
+    attend_to_context,
+    backend_problems,
+    choose_backend,
+    prepare_attention,
+)
 from mmtrain.models.attention.fused import FUSED_KERNELS, padded_head_dim
 from mmtrain.models.attention.options import AttentionBackend, AttentionOptions
 from mmtrain.models.attention.sequence_layout import SequenceLayout, Spans

@@ -4,21 +4,90 @@ Sequences that are whole on a rank need no other rank. Of those that are cut, by
 all-to-all gives every rank all tokens for some of the heads; by `ring` keys and values go round.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from mmtrain.models.attention.backends import attend
-from mmtrain.models.attention.context_share import ContextShare
 from mmtrain.models.attention.index_tables import HostTables
 from mmtrain.models.attention.options import AttentionBackend, AttentionOptions
 from mmtrain.models.attention.ring import Ring, attend_in_ring
-from mmtrain.models.attention.row_exchange import exchange_rows
-from mmtrain.models.attention.sequence_layout import SequenceLayout
+from mmtrain.models.attention.sequence_layout import SequenceLayout, Spans
+
+
+@dataclass(frozen=True)
+class RowExchange:
+    """Rows that the ranks of a group send each other: each sends some of those that it has to those that need them."""
+
+    sent: Tensor  # (R,) int64 rows of this rank, in the order of the ranks that receive them
+    num_sent: tuple[int, ...]  # by receiving rank
+    num_received: tuple[int, ...]  # by sending rank
+
+
+@dataclass(frozen=True)
+class ContextShare:
+    """This rank's tokens: those of its whole sequences and, behind them, its pieces of sequences that are cut."""
+
+    rank: int  # in the context-parallel group
+    method: Literal["ulysses", "ring"]
+    starts: tuple[int, ...]  # of each of `TextInput.lengths`: the position of its first token in its sequence
+    whole_lengths: tuple[int, ...]  # of the sequences that are whole here
+    cut_lengths: tuple[int, ...]  # of all sequences that are cut, wherever their tokens are
+    pieces: tuple[tuple[int, ...], ...]  # by rank: tokens of each of its pieces, for `ring` two of each cut sequence
+    whole_spans: Spans = ()  # `TextInput.image_spans` of the whole sequences
+    cut_spans: Spans = ()  # likewise of the cut sequences, laid one after another
+    # Encoder unit -> how rows that it sent to ranks without the tokens they belong to get there; absent: all are there.
+    features: Mapping[str, RowExchange] = field(default_factory=dict)
+
+    @property
+    def num_whole_tokens(self) -> int:
+        """Return the tokens of the sequences that are whole here."""
+        return sum(self.whole_lengths)
+
+    @property
+    def num_cut_tokens(self) -> tuple[int, ...]:
+        """Return by rank the tokens of cut sequences."""
+        return tuple(map(sum, self.pieces))
+
+
+def exchange_rows(
+    rows: Tensor, num_sent: Sequence[int], num_received: Sequence[int], group: dist.ProcessGroup
+) -> Tensor:
+    """Send rows (R, ...) to all ranks of the group and return those that they send, both in the order of the ranks.
+
+    All ranks call this together, and again in backward. num_sent, num_received: rows to and from each of them.
+    """
+    exchanged: Tensor = _RowExchange.apply(  # type: ignore[no-untyped-call]
+        rows, tuple(num_sent), tuple(num_received), group
+    )
+    return exchanged
+
+
+class _RowExchange(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, num_sent: tuple[int, ...], num_received: tuple[int, ...], group: dist.ProcessGroup
+    ) -> Tensor:
+        ctx.num_sent, ctx.num_received, ctx.group = num_sent, num_received, group
+        return _exchange(rows, num_sent, num_received, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None, None]:
+        (gradient,) = gradients
+        return _exchange(gradient, ctx.num_received, ctx.num_sent, ctx.group), None, None, None
+
+
+def _exchange(
+    rows: Tensor, num_sent: tuple[int, ...], num_received: tuple[int, ...], group: dist.ProcessGroup
+) -> Tensor:
+    received = rows.new_empty(sum(num_received), *rows.shape[1:])
+    dist.all_to_all_single(received, rows.contiguous(), list(num_received), list(num_sent), group=group)
+    return received
 
 
 @dataclass(frozen=True, eq=False)

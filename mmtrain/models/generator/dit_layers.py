@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from mmtrain.models.attention import AttentionOptions, attend, attend_to_context
 from mmtrain.models.generator.timestep_features import position_table, timestep_features
-from mmtrain.models.kernels.activations import activate
+from mmtrain.models.kernels.elementwise import activate
 from mmtrain.models.shapes.layer_shape import NUM_MODULATION_VECTORS, LayerShape
 from mmtrain.models.stage.generator_input import GeneratorContext, GeneratorState
 from mmtrain.recipe.settings.generator_settings import GeneratorSettings

@@ -16,7 +16,7 @@ from torch.utils._pytree import register_dataclass
 
 from mmtrain.errors import DataError
 from mmtrain.models.generator.timestep_features import timestep_features
-from mmtrain.models.kernels.activations import activate_gated
+from mmtrain.models.kernels.elementwise import activate_gated
 from mmtrain.models.shapes.layer_shape import LayerShape
 from mmtrain.models.stage.generator_input import GeneratorContext, GeneratorState
 from mmtrain.recipe.settings.generator_settings import GeneratorSettings

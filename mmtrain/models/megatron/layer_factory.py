@@ -32,10 +32,8 @@ from torch import Tensor, nn
 
 from mmtrain.models.attention import AttentionBackend, AttentionOptions, SequenceLayout, attend
 from mmtrain.models.attention.packed_sequences import PackedSequences
-from mmtrain.models.kernels.logit_rules import LogitRules
-from mmtrain.models.kernels.norms import rms_norm
-from mmtrain.models.kernels.rotation import rotate_heads
-from mmtrain.models.kernels.vocab_loss import vocab_parallel_losses
+from mmtrain.models.kernels.elementwise import rms_norm, rotate_heads
+from mmtrain.models.kernels.vocab_loss import LogitRules, vocab_parallel_losses
 from mmtrain.models.megatron import compat
 from mmtrain.models.megatron.block_parts import JointHeadNorm, NormedAdd, ScaledAdd
 from mmtrain.models.megatron.block_segments import run_block

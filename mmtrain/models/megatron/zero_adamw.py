@@ -21,8 +21,7 @@ from mmtrain.models.megatron.compat import no_cuda_graphs, optimizer_scope, para
 from mmtrain.models.megatron.parallel_groups import ParallelGroups
 from mmtrain.models.optim.bf16_moments import Bf16MomentsAdamW
 from mmtrain.models.optim.clip_factors import ClipFactors, set_clip_factors, sum_of_squares
-from mmtrain.models.optim.named_shards import MOMENTS, NamedShard
-from mmtrain.models.optim.parameter_specs import ParamSpec, WeightSource
+from mmtrain.models.optim.parameter_specs import MOMENTS, NamedShard, ParamSpec, WeightSource
 from mmtrain.recipe.settings.train_settings import OptimizerSettings
 
 

@@ -27,6 +27,7 @@ _CONVOLUTIONS = ("conv1", "conv2")
 _DIMS_OF_IMAGE_KERNEL = 4  # output and input channels, rows, columns
 MAX_ELEMENTS_DRAWN_AT_ONCE = 2**20  # larger parameters are drawn in blocks: 9 ms of a core for a million numbers
 MAX_DRAWS = 64  # blocks of a parameter; the largest power of two up to this that divides its split dimension
+MOMENTS = ("exp_avg", "exp_avg_sq")  # of Adam; a shard of one is named like its parameter, with `#` and this
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,22 @@ class ParamSpec:
     def local_shape(self, tp: int) -> tuple[int, ...]:
         """Return the shape of one rank's shard of the full view; elements in the order of the rank's parameter."""
         return tuple(size // tp if i == self.dim else size for i, size in enumerate(self.full_shape))
+
+
+@dataclass(frozen=True)
+class NamedShard:
+    """The shard of one tensor that this rank saves and counts in gradient norms.
+
+    Tensor parallelism splits the tensor first (`spec.dim`, rank `tp_rank` of `tp`). If `flat` is given, ZeRO-1 keeps
+    elements [lo, hi) of that shard, flattened. `tensor` is the live tensor, not a copy.
+    """
+
+    name: str  # the parameter's plan-independent name, with a suffix for optimizer state
+    spec: ParamSpec
+    tp_rank: int
+    tp: int
+    flat: tuple[int, int] | None
+    tensor: Tensor
 
 
 def stage_param_specs(stage: nn.Module, unit: str, tp: int) -> dict[str, ParamSpec]:

@@ -23,7 +23,7 @@ from mmtrain.errors import DataError
 from mmtrain.models.attention import SequenceLayout
 from mmtrain.models.attention.index_tables import HostTables, brought_or_computed
 from mmtrain.models.attention.packed_sequences import PackedSequences
-from mmtrain.models.kernels.activations import activate
+from mmtrain.models.kernels.elementwise import activate
 from mmtrain.models.shapes.layer_shape import LayerShape
 from mmtrain.models.stage.host_offload import OffloadedBlocks
 from mmtrain.models.stage.stage_inputs import EncoderInput

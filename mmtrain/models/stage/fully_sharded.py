@@ -17,8 +17,14 @@ from torch.distributed.tensor import DTensor
 from mmtrain.errors import LaunchError
 from mmtrain.models.optim.bf16_moments import Bf16MomentsAdamW
 from mmtrain.models.optim.clip_factors import ClipFactors, set_clip_factors, sum_of_squares
-from mmtrain.models.optim.named_shards import MOMENTS, NamedShard
-from mmtrain.models.optim.parameter_specs import ParamSpec, WeightSource, initial_values, num_blocks
+from mmtrain.models.optim.parameter_specs import (
+    MOMENTS,
+    NamedShard,
+    ParamSpec,
+    WeightSource,
+    initial_values,
+    num_blocks,
+)
 from mmtrain.models.stage.llm_layers import Head
 from mmtrain.models.stage.stage_module import StageModule
 from mmtrain.recipe.settings.train_settings import OptimizerSettings

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from mmtrain.models.kernels.logit_rules import LogitRules
+from mmtrain.models.kernels.vocab_loss import LogitRules
 from mmtrain.models.stage.llm_layers import Head, TextContext
 from mmtrain.models.stage.stage_inputs import TextInput
 from mmtrain.models.stage.stage_module import StageModule

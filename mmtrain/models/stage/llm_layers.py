@@ -12,12 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmtrain.models.attention import SequenceLayout
-from mmtrain.models.attention.context_parallel import SharedAttention
+from mmtrain.models.attention.context_parallel import SharedAttention, exchange_rows
 from mmtrain.models.attention.index_tables import HostTables, brought_or_computed
 from mmtrain.models.attention.packed_sequences import PackedSequences
-from mmtrain.models.attention.row_exchange import exchange_rows
-from mmtrain.models.kernels.logit_rules import LogitRules
 from mmtrain.models.kernels.rotary_positions import RotaryTables, Rotation, look_up_rotations, rotate_by_axes
+from mmtrain.models.kernels.vocab_loss import LogitRules
 from mmtrain.models.shapes.layer_shape import LayerShape
 from mmtrain.models.stage.host_offload import OffloadedBlocks
 from mmtrain.models.stage.stage_inputs import RowMix, TextInput

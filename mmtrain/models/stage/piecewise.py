@@ -3,9 +3,8 @@
 from torch import Tensor
 
 from mmtrain.models.shapes.layer_shape import BLOCK_PIECES
-from mmtrain.models.stage.deepstack import carry_on, join_rows, split_rows
 from mmtrain.models.stage.generator_input import DrawingContext
-from mmtrain.models.stage.stage_module import StageContext, StageModule
+from mmtrain.models.stage.stage_module import StageContext, StageModule, carry_on, join_rows, split_rows
 
 
 def run_block_pieces(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from mmtrain.models.attention import SequenceLayout
 from mmtrain.models.attention.index_tables import HostTables
 from mmtrain.models.attention.packed_sequences import PackedSequences
-from mmtrain.models.kernels.activations import activate
+from mmtrain.models.kernels.elementwise import activate
 from mmtrain.models.shapes.layer_shape import LayerShape
 from mmtrain.models.stage.host_offload import OffloadedBlocks
 from mmtrain.recipe.settings.encoder_settings import EncoderSettings

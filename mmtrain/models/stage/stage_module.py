@@ -1,4 +1,9 @@
-"""One pipeline stage as a torch module: consecutive layers of one unit."""
+"""One pipeline stage as a torch module: consecutive layers of one unit.
+
+DeepStack (arXiv 2406.04334): an encoder keeps the outputs of some blocks until its projector, which maps each to the
+LLM's width; the LLM's embedding sends these on, and each of the first blocks adds one of them to its output. Inside a
+stage they are tensors of their own. Between stages they lie in the rows of the hidden states, behind these.
+"""
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -13,8 +18,6 @@ from mmtrain.models.attention.index_tables import HostTables, TableUser
 from mmtrain.models.attention.packed_sequences import PackedSequences
 from mmtrain.models.shapes.layer_shape import BLOCK_KINDS, LayerShape
 from mmtrain.models.shapes.model_shape import ModelShape
-from mmtrain.models.stage.deepstack import carry_on, join_rows, split_rows
-from mmtrain.models.stage.encoder_modules import ENCODER_MODULES
 from mmtrain.models.stage.generator_input import DrawingContext
 from mmtrain.models.stage.host_offload import HostOffload
 from mmtrain.models.stage.llm_layers import Embedding, Head, TextContext
@@ -25,11 +28,35 @@ from mmtrain.recipe.settings.model_settings import ModelSettings
 
 if TYPE_CHECKING:
     from mmtrain.models.megatron import LayerFactory
+from collections.abc import Sequence
+
+from mmtrain.models.shapes.unit_shape import UnitShape
+from mmtrain.models.stage.audio_layers import AudioContext, AudioEmbed
+from mmtrain.models.stage.vision_layers import PatchEmbed, VisionContext
 
 StageContext: TypeAlias = EncoderContext | TextContext | DrawingContext
 Outputs = TypeVar("Outputs")
 _BlockContext: TypeAlias = EncoderContext | TextContext  # of units whose blocks pack their tokens
 _SHARDED_KINDS = (*BLOCK_KINDS, "head")  # layers that read only this rank's tokens under sequence parallelism
+
+
+def split_rows(rows: Tensor, width: int) -> list[Tensor]:
+    """Split rows (T, n * width) into the hidden states and what travels beside them, each (T, width)."""
+    return [rows] if rows.shape[1] == width else list(torch.split(rows, width, dim=1))
+
+
+def join_rows(tensors: Sequence[Tensor]) -> Tensor:
+    """Lay the hidden states and what travels beside them side by side, for the next stage."""
+    return torch.cat(tuple(tensors), dim=1) if len(tensors) > 1 else tensors[0]
+
+
+def carry_on(layer: LayerShape, output: Tensor, carried: Sequence[Tensor]) -> list[Tensor]:
+    """Return what leaves a block with this `output`: hidden states, and what travels beside them."""
+    if layer.adds_carried:
+        return [output + carried[0], *carried[1:]]
+    if layer.keeps_output:
+        return [output, *carried, output]
+    return [output, *carried]
 
 
 @dataclass(frozen=True)
@@ -296,3 +323,29 @@ class StageModule(nn.Module):
 
 def _is_block(shape: LayerShape) -> bool:
     return shape.kind in BLOCK_KINDS
+
+
+@dataclass(frozen=True)
+class EncoderModules:
+    """How to build what is particular to one modality."""
+
+    embedding: Callable[..., nn.Module]  # (settings of the encoder, LayerShape, LayerFactory)
+    context: Callable[[EncoderInput, UnitShape, torch.dtype, torch.device], EncoderContext]
+
+
+def _vision_context(inputs: EncoderInput, unit: UnitShape, dtype: torch.dtype, device: torch.device) -> VisionContext:
+    embedding, block = unit.layers[:2]
+    rotary_width = block.attention.head_dim if block.attention.rotary else 0
+    window_side = max(layer.attention.window_side for layer in unit.layers if layer.mixer is not None)
+    return VisionContext(inputs, embedding.extra_tokens, device, rotary_width, window_side, dtype)
+
+
+def _audio_context(inputs: EncoderInput, unit: UnitShape, dtype: torch.dtype, device: torch.device) -> AudioContext:
+    embedding, block = unit.layers[:2]
+    return AudioContext(inputs, device, block.attention.chunk, embedding.media.partial_cells)
+
+
+ENCODER_MODULES: Mapping[str, EncoderModules] = {
+    "vision": EncoderModules(PatchEmbed, _vision_context),
+    "audio": EncoderModules(AudioEmbed, _audio_context),
+}

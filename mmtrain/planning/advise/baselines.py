@@ -26,8 +26,8 @@ from mmtrain.planning.layer_costs.layer_costs import FORWARD
 from mmtrain.planning.layer_costs.layer_partition import LayerChain, is_partition_allowed, partition_time_lower_bound
 from mmtrain.planning.layer_costs.min_max_partition import FloatArray, min_max_partition
 from mmtrain.planning.search.mesh_enumeration import assignments_near_shares
-from mmtrain.planning.space.batch_split import UnitSplit
 from mmtrain.planning.space.candidate import Candidate, MeshAssignment, Rejected
+from mmtrain.planning.space.sample_batches import UnitSplit
 from mmtrain.program.ir.graph import LLM
 
 FLOPS_BASELINE = "flops"

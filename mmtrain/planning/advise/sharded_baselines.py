@@ -10,8 +10,8 @@ from mmtrain.planning.artifact.layout import MeshSize
 from mmtrain.planning.evaluate.evaluator import Evaluator
 from mmtrain.planning.search.mesh_enumeration import has_replicated_mesh
 from mmtrain.planning.search.replicated import fit_replicated
-from mmtrain.planning.space.batch_split import num_microbatches_of
 from mmtrain.planning.space.candidate import Candidate, MeshAssignment
+from mmtrain.planning.space.sample_batches import num_microbatches_of
 from mmtrain.recipe.settings.parallel_settings import ParallelSettings
 
 FSDP_BASELINE, DDP_BASELINE = "fsdp", "ddp"

@@ -10,8 +10,8 @@ from mmtrain.planning.artifact.layout import Layout, MeshSize
 from mmtrain.planning.artifact.plan import StagePlan, UnitPlan
 from mmtrain.planning.layer_costs.layer_costs import LayerCosts
 from mmtrain.planning.layer_costs.min_max_partition import min_max_partition
-from mmtrain.planning.space.batch_split import num_microbatches_of
 from mmtrain.planning.space.constraints import UnitChoices
+from mmtrain.planning.space.sample_batches import num_microbatches_of
 from mmtrain.program.ir.graph import LLM
 
 

@@ -23,7 +23,6 @@ from mmtrain.planning.evaluate.evaluator import Evaluator
 from mmtrain.planning.evaluate.layout_simulation import busiest_rank
 from mmtrain.planning.layer_costs.layer_costs import BACKWARD, FORWARD, LayerCosts
 from mmtrain.planning.layer_costs.layer_partition import layout_graph
-from mmtrain.planning.space.batch_split import batch_split_of, num_microbatches_of
 from mmtrain.planning.space.budget import SearchBudget
 from mmtrain.planning.space.candidate import (
     EQUAL_STEP_TIME_RATIO,
@@ -34,8 +33,8 @@ from mmtrain.planning.space.candidate import (
     partition_of,
 )
 from mmtrain.planning.space.constraints import UnitChoices
-from mmtrain.planning.space.problem import PlanningProblem
-from mmtrain.planning.space.search_reports import Progress, progress_of_part
+from mmtrain.planning.space.problem import PlanningProblem, Progress, progress_of_part
+from mmtrain.planning.space.sample_batches import batch_split_of, num_microbatches_of
 from mmtrain.program.ir.graph import LLM, StageGraph, StageId
 
 RecomputeShares = Mapping[str, float]  # by unit: share of each stage's layers that is recomputed

@@ -13,7 +13,7 @@ from mmtrain.costs.block_pieces import scale_pieces
 from mmtrain.costs.cost_model import LayerWork
 from mmtrain.planning.colocated.bubbles import KernelSequence
 from mmtrain.planning.layer_costs.layer_costs import BACKWARD, FORWARD, RECOMPUTE, LayerCosts
-from mmtrain.planning.space.batch_split import BatchSplit, batch_split_of
+from mmtrain.planning.space.sample_batches import BatchSplit, batch_split_of
 from mmtrain.program.ir.actions import Direction
 from mmtrain.program.ir.graph import LLM, StageGraph, StageId
 from mmtrain.program.ir.segments import segment_layers

@@ -19,9 +19,9 @@ from mmtrain.planning.artifact.plan import SchedulePlan
 from mmtrain.planning.artifact.plan_graph import split_into_pieces
 from mmtrain.planning.layer_costs.layer_costs import BACKWARD, FORWARD, RECOMPUTE, LayerCosts, StageSeconds
 from mmtrain.planning.layer_costs.layer_partition import layout_graph
-from mmtrain.planning.space.batch_split import batch_split_of
 from mmtrain.planning.space.budget import DEFAULT_BUDGET, EvaluationBudget
 from mmtrain.planning.space.candidate import Simulation
+from mmtrain.planning.space.sample_batches import batch_split_of
 from mmtrain.program.ir.actions import Collective, Compute, Direction, Forward, Partial, Send
 from mmtrain.program.ir.graph import Microbatch, StageGraph, StageId
 from mmtrain.program.ir.program import Program

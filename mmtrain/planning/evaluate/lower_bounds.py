@@ -22,9 +22,9 @@ from mmtrain.costs.rank_memory import (
 from mmtrain.planning.artifact.layout import MeshSize
 from mmtrain.planning.artifact.plan import Alternative, Placement
 from mmtrain.planning.layer_costs.layer_costs import RECOMPUTE, FloatArray, LayerCosts
-from mmtrain.planning.space.batch_split import BatchSplit, UnitSplit, unit_split
 from mmtrain.planning.space.budget import DEFAULT_BUDGET, BoundBudget
 from mmtrain.planning.space.candidate import UnitTimeBound
+from mmtrain.planning.space.sample_batches import BatchSplit, UnitSplit, unit_split
 from mmtrain.program.ir.graph import LLM
 
 

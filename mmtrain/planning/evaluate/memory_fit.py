@@ -11,9 +11,9 @@ from mmtrain.planning.artifact.graph_memory import MemoryPhase, memory_phases
 from mmtrain.planning.layer_costs.layer_costs import LayerCosts
 from mmtrain.planning.layer_costs.layer_partition import layout_graph, partitioned_layout
 from mmtrain.planning.layer_costs.recompute import least_recompute
-from mmtrain.planning.space.batch_split import batch_split_of
 from mmtrain.planning.space.budget import DEFAULT_BUDGET, EvaluationBudget
 from mmtrain.planning.space.candidate import FittedLayout, LayerPartition, MeshAssignment
+from mmtrain.planning.space.sample_batches import batch_split_of
 from mmtrain.program.ir.graph import Stage, StageGraph, StageId
 
 TpGroup = tuple[int, ...]

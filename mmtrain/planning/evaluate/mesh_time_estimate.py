@@ -12,8 +12,8 @@ from mmtrain.costs import TokenLoad
 from mmtrain.planning.artifact.layout import MeshSize
 from mmtrain.planning.evaluate.lower_bounds import KindBytesByMesh
 from mmtrain.planning.layer_costs.layer_costs import RECOMPUTE, FloatArray, LayerCosts
-from mmtrain.planning.space.batch_split import BatchSplit, UnitSplit
 from mmtrain.planning.space.candidate import UnitTimeBound
+from mmtrain.planning.space.sample_batches import BatchSplit, UnitSplit
 from mmtrain.program.ir.graph import LLM
 
 MAX_NEWTON_STEPS = 50  # from below on a concave, piecewise linear function: a handful reach the solution

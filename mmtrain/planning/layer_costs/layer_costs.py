@@ -39,11 +39,11 @@ from mmtrain.models.shapes.model_shape import LayerShape
 from mmtrain.planning.artifact.graph_memory import GraphMemory, MemoryPhase, communicator_bytes
 from mmtrain.planning.artifact.layout import MeshSize, disaggregated_units
 from mmtrain.planning.artifact.plan_graph import build_stage_graph
-from mmtrain.planning.space.batch_split import BatchSplit, UnitSplit, batch_split_of, num_microbatches_of
 from mmtrain.planning.space.budget import DEFAULT_BUDGET, SearchBudget
 from mmtrain.planning.space.constraints import RecomputeMode
 from mmtrain.planning.space.load_arrays import LoadArrays, load_arrays, loads_of_parts, seconds_of_loads
 from mmtrain.planning.space.problem import PlanningProblem
+from mmtrain.planning.space.sample_batches import BatchSplit, UnitSplit, batch_split_of, num_microbatches_of
 from mmtrain.program.ir.context_loads import part_loads, split_microbatches
 from mmtrain.program.ir.graph import LLM, StageGraph, StageId, UnitMesh
 from mmtrain.program.ir.step_loads import StepLoads, step_loads

@@ -6,8 +6,8 @@ from mmtrain.costs import ComputeKind, TokenLoad, TokenSplit
 from mmtrain.costs.cost_model import LayerWork
 from mmtrain.costs.sequence_parallel_costs import sequence_parallel_seconds
 from mmtrain.planning.layer_costs.layer_costs import LayerCosts, SpSizes, TpChunks
-from mmtrain.planning.space.batch_split import BatchSplit, UnitSplit
 from mmtrain.planning.space.problem import PlanningProblem
+from mmtrain.planning.space.sample_batches import BatchSplit, UnitSplit
 
 # Numbers of chunks that are tried. One of c chunks of a collective stays in the open, so more than 16 hide little more.
 CHUNK_COUNTS = (2, 4, 8, 16)

@@ -43,7 +43,7 @@ from mmtrain.planning.space.candidate import (
     SearchResults,
     rank_candidates,
 )
-from mmtrain.planning.space.search_reports import Progress
+from mmtrain.planning.space.problem import Progress
 from mmtrain.program.ir.graph import LLM, StageId
 
 RecomputeToFit = list[SpanRecompute | None]  # by chain, see `recompute_to_fit`; None where the anchor needs none

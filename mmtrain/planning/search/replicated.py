@@ -19,11 +19,10 @@ from mmtrain.planning.artifact.layout import MeshSize
 from mmtrain.planning.evaluate.evaluator import Evaluator
 from mmtrain.planning.layer_costs.layer_partition import layout_graph, partitioned_layout
 from mmtrain.planning.search.mesh_enumeration import has_replicated_mesh
-from mmtrain.planning.space.batch_split import num_microbatches_of
 from mmtrain.planning.space.budget import SearchBudget
 from mmtrain.planning.space.candidate import Candidate, MeshAssignment, Rejected, SearchResults
-from mmtrain.planning.space.problem import PlanningProblem
-from mmtrain.planning.space.search_reports import Progress
+from mmtrain.planning.space.problem import PlanningProblem, Progress
+from mmtrain.planning.space.sample_batches import num_microbatches_of
 from mmtrain.program.ir.graph import LLM, DispatchMode
 from mmtrain.recipe.settings.modalities import GENERATOR
 

@@ -15,7 +15,7 @@ from mmtrain.costs import RankMemory
 from mmtrain.costs.hardware import GIB
 from mmtrain.planning.artifact.layout import Layout, MeshSize, replicated_summary
 from mmtrain.planning.artifact.plan import AS_FAST_RATIO, Alternative, Placement, SchedulePlan
-from mmtrain.planning.space.batch_split import BatchSplit, unit_split
+from mmtrain.planning.space.sample_batches import BatchSplit, unit_split
 from mmtrain.program.ir.graph import LLM, DispatchMode, Exchange, StageGraph, StageId
 
 LayerPartition = tuple[tuple[int, ...], ...]  # for each layer chain the bounds of its model chunks, from 0 to its end

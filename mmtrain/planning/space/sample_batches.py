@@ -1,7 +1,11 @@
-"""A few global batches like those of the run, so that candidates are compared on real lengths and not on their mean."""
+"""A few global batches like those of the run, so that candidates are compared on real lengths and not on their mean.
+
+`UnitSplit` says how a step is divided over the replicas of each unit, and into how many microbatches.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,8 +18,9 @@ from mmtrain.balance.grouping.pack_groups import GroupingSizes
 from mmtrain.balance.grouping.padding import pad_microbatches
 from mmtrain.balance.matched.regroup_step import match_step
 from mmtrain.errors import PlanError
+from mmtrain.planning.artifact.layout import MeshSize
 from mmtrain.planning.space.budget import DEFAULT_BUDGET, SamplingBudget
-from mmtrain.program.ir.graph import LLM, DispatchMode
+from mmtrain.program.ir.graph import LLM, ContextMethod, CutSequences, DispatchMode, StageGraph, UnitMesh
 
 
 @dataclass(frozen=True)
@@ -133,3 +138,37 @@ def _draw_samples(lengths: SampleLengths, num_samples: int, rng: np.random.Gener
         return rng.permutation(len(lengths))[:num_samples].astype(np.int64)
     draws = rng.choice(len(lengths), num_samples, p=lengths.uses / lengths.uses.sum())
     return draws.astype(np.int64)
+
+
+class UnitSplit(NamedTuple):
+    """How a unit's part of a step is divided; see `UnitMesh`."""
+
+    unit: str
+    dp: int
+    num_microbatches: int  # of a replica
+    dispatch: DispatchMode | None = None
+    cp: int = 1
+    cp_method: ContextMethod = "ulysses"
+    cp_split: CutSequences = "auto"
+
+
+BatchSplit = tuple[UnitSplit, ...]  # in the order of the model's units
+
+
+def batch_split_of(graph: StageGraph) -> BatchSplit:
+    """Return the graph's data-parallel degrees and microbatches, in the order of its units."""
+    return tuple(unit_split(mesh.unit, mesh, mesh.num_microbatches, mesh.dispatch) for mesh in graph.meshes)
+
+
+def unit_split(
+    unit: str, mesh: MeshSize | UnitMesh, num_microbatches: int, dispatch: DispatchMode | None = None
+) -> UnitSplit:
+    """Return how the unit's part of a step is divided over a mesh."""
+    if mesh.cp == 1:
+        return UnitSplit(unit, mesh.dp, num_microbatches, dispatch)
+    return UnitSplit(unit, mesh.dp, num_microbatches, dispatch, mesh.cp, mesh.cp_method, mesh.cp_split)
+
+
+def num_microbatches_of(split: BatchSplit) -> dict[str, int]:
+    """Return the microbatches of each replica, by unit."""
+    return {entry.unit: entry.num_microbatches for entry in split}

@@ -1,4 +1,4 @@
-"""Builders write the order of compute actions; `lower` adds the communication.
+"""Builders write the order of compute actions; `lower` adds the communication, `check` proves that the result runs.
 
 The order is 1F1B (one forward, one backward; PipeDream-Flush, Megatron-LM) over a stage graph, position by position
 from its end. A rank runs the forwards of a wave (mostly one microbatch) for all its stages, sources first, and the
@@ -30,8 +30,10 @@ from mmtrain.program.ir.segments import direction, expand
 from mmtrain.program.ir.serialize import action_from_text
 from mmtrain.program.ir.symmetry import symmetry
 from mmtrain.program.schedules.generator_order import generators_on_llm, order_with_generator, place_apart
+from mmtrain.program.schedules.lower import lower
 from mmtrain.program.schedules.one_f_one_b import order_1f1b
 from mmtrain.program.schedules.pipeline_positions import find_positions
+from mmtrain.program.verify.check import MemoryLimit, check_program
 
 ScheduleKind = Literal["1f1b", "coarse", "encoder_first", "explicit"]
 _ACCEPTED_LINES = (
@@ -178,3 +180,35 @@ def _without_needless_backwards(graph: StageGraph, task: ComputeTask) -> tuple[C
 def _exists(graph: StageGraph, action: Compute) -> bool:
     """Return whether the action is a forward, or a backward of a stage that has one."""
     return direction(action) == "F" or graph.needs_backward(action.stage)
+
+
+def build_program(
+    graph: StageGraph,
+    memory: MemoryLimit | None = None,
+    kind: ScheduleKind = "1f1b",
+    order: Mapping[int, Sequence[str]] | None = None,
+) -> Program:
+    """Order the compute of one step, add the communication, and prove that the result runs to its end.
+
+    Gradients are reduced as early as possible: right after a unit's last backward, or after all compute where ranks
+    would otherwise wait for each other in a cycle.
+
+    Args:
+        memory: what activations may take; without it the program is not checked for memory.
+        order: the lines of each rank for an explicit schedule, see `build_explicit`.
+
+    Raises:
+        ProgramError: the graph's parts do not fit together, an explicit order is incomplete or deadlocks, or (with
+            `memory`) activations do not fit.
+    """
+    program = build_compute(graph, kind, order)
+    lowered = lower(program)
+    try:
+        check_program(lowered, memory)
+    except ProgramError:
+        if kind != "explicit":
+            raise
+        # Ranks would wait for each other's reductions of shared weights, which hold them.
+        lowered = lower(program, reduce_last=True)
+        check_program(lowered, memory)
+    return lowered

@@ -13,20 +13,22 @@ behind gradients. Collectives inside compute occupy no stream either: one that a
 own time, whatever the rank does meanwhile.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import NamedTuple, TypeVar
 
 from mmtrain.errors import ProgramError
-from mmtrain.program.ir.actions import Compute, Partial, Send
+from mmtrain.program.ir.actions import Collective, Compute, Partial, Send
+from mmtrain.program.ir.graph import Microbatch, StageId
 from mmtrain.program.ir.program import Program
 from mmtrain.program.ir.serialize import action_to_text
 from mmtrain.program.simulation.critical_path import critical_path
 from mmtrain.program.simulation.event_loop import NEVER, EventTimes, run_events
 from mmtrain.program.simulation.sim_graph import SimGraph, SimTask
 from mmtrain.program.simulation.sim_graph_builder import build_sim_graph
-from mmtrain.program.simulation.timing import NO_TRANSFER, Timing, TransferCost
+from mmtrain.program.simulation.timing import NO_TRANSFER, ModelTiming, Timing, TransferCost
 from mmtrain.program.trace.bubble_accounting import BubbleAccount, Interval
 from mmtrain.program.trace.timeline import BubbleKind, LazySpans, Span, Timeline
 from mmtrain.program.verify.live_activations import peak_of_events
@@ -161,3 +163,43 @@ def _raise_if_stuck(graph: SimGraph, times: EventTimes) -> None:
                     f"simulate: rank {ranks[0]} waits forever at `{action_to_text(task.action)}`, number {position} of "
                     "its compute actions and collectives; check_program says why"
                 )
+
+
+@dataclass(frozen=True)
+class SlowRankTiming:
+    """A `Timing` in which everything that `rank` computes takes `factor` times as long.
+
+    Whoever computes together with the rank waits for it: its TP group, and all replicas of a unit that is sharded.
+    """
+
+    timing: ModelTiming
+    rank: int
+    factor: float
+
+    def compute(self, action: Compute) -> float:
+        """See `Timing`."""
+        graph = self.timing.graph
+        mesh = graph.mesh(action.mb.unit)
+        is_sharded = mesh.shard is not None
+        together = mesh.ranks if is_sharded else graph.tp_group(action.stage, action.mb.replica)
+        return self.timing.compute(action) * (self.factor if self.rank in together else 1.0)
+
+    def left_under_way(self, action: Partial) -> float:
+        """See `Timing`."""
+        return self.timing.left_under_way(action)
+
+    def message(self, sender: int, action: Send) -> TransferCost:
+        """See `Timing`."""
+        return self.timing.message(sender, action)
+
+    def collective(self, rank: int, action: Collective, group: tuple[int, ...]) -> TransferCost:
+        """See `Timing`."""
+        return self.timing.collective(rank, action, group)
+
+    def link_class(self, ranks: tuple[int, ...]) -> Hashable:
+        """See `Timing`."""
+        return self.timing.link_class(ranks)
+
+    def activation_bytes(self, stage: StageId, mb: Microbatch) -> int:
+        """See `Timing`."""
+        return self.timing.activation_bytes(stage, mb)

@@ -10,6 +10,7 @@ from math import isclose
 from pathlib import Path
 from typing import TypeAlias
 
+from mmtrain.errors import RecipeError
 from mmtrain.recipe.checks.context_checks import check_context_parallelism
 from mmtrain.recipe.checks.encoder_checks import ENCODER_CHECKS
 from mmtrain.recipe.checks.parallel_checks import (
@@ -327,3 +328,24 @@ CHECKS: tuple[Check, ...] = (
 def _lengths_only(recipe: Recipe) -> list[bool]:
     """Return for each source whether it holds lengths only, without samples."""
     return [is_lengths_source(Path(str(source.path)), source.format) for source in recipe.data.sources]
+
+
+def require_runnable(recipe: Recipe, command: str) -> None:
+    """Raise RecipeError if `command` cannot run this recipe; the message names every setting that prevents it."""
+    reasons = list(_plan_only_settings(recipe))
+    if reasons:
+        raise RecipeError(
+            f"{command} cannot run this recipe, which is for `mmtrain plan`, `simulate` and `report` only:\n  "
+            + "\n  ".join(reasons)
+        )
+
+
+def is_runnable(recipe: Recipe) -> bool:
+    """Return whether this recipe can be run; if not, it can only be planned for."""
+    return not any(_plan_only_settings(recipe))
+
+
+def _plan_only_settings(recipe: Recipe) -> Iterator[str]:
+    for i, source in enumerate(recipe.data.sources):
+        if source.states_lengths:
+            yield f"data.sources.{i}: {source.path} holds lengths only; name a file of samples, and set data.tokenizer"

@@ -1,20 +1,40 @@
-"""Load a recipe: from a file, its bases, the environment and the command line to one validated `Recipe`."""
+"""Load a recipe: from a file, its bases, the environment and the command line to one validated `Recipe`.
 
+Presets of published models fill settings in. With `stages:` a recipe is several runs one after another, each with
+settings of its own laid over the recipe's.
+"""
+
+import hashlib
+import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from mmtrain.errors import RecipeError
 from mmtrain.families.hub_models import is_model_of_hub
 from mmtrain.recipe.checks.cross_checks import CHECKS
+from mmtrain.recipe.loading import strict_yaml
 from mmtrain.recipe.loading.apply_model_folder import AUTOENCODER_SETTING, apply_model_folders, is_folder_setting
-from mmtrain.recipe.loading.apply_presets import apply_presets
 from mmtrain.recipe.loading.energon_blends import apply_blends
-from mmtrain.recipe.loading.stages import chosen_stage, is_about_stages, lay_stage_over, stage_names
 from mmtrain.recipe.loading.strict_yaml import parse_yaml
 from mmtrain.recipe.loading.validation import validate
-from mmtrain.recipe.raw_tree import KeyPath, Node, Origin, Problem, dotted_path, iter_nodes, merge_trees, set_node
+from mmtrain.recipe.raw_tree import (
+    KeyPath,
+    Node,
+    Origin,
+    Problem,
+    dotted_path,
+    iter_nodes,
+    merge_trees,
+    node_at,
+    set_node,
+    to_node,
+)
+from mmtrain.recipe.settings.base import select_for_saving
+from mmtrain.recipe.settings.modalities import MODALITIES
+from mmtrain.recipe.settings.presets import GENERATOR_PRESETS, LLM_PRESETS, ModelPreset
 from mmtrain.recipe.settings.schema import Recipe
 from mmtrain.recipe.settings.source_path import is_url
 
@@ -32,6 +52,9 @@ _PATH_SETTINGS = (  # relative paths in these settings start at the folder of th
     ("model", "generator", "latents"),
     _COST_TABLE,
 )
+STAGES, STAGE = "stages", "stage"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+INIT_FROM = ("train", "init_from")
 
 
 @dataclass(frozen=True)
@@ -227,3 +250,127 @@ def _kind(node: Node) -> str:
     if isinstance(node.value, list):
         return "a list"
     return "a mapping" if isinstance(node.value, dict) else repr(node.value)
+
+
+def presets_by_unit() -> dict[str, Mapping[str, ModelPreset]]:
+    """Return the presets of every unit that a model may have, by name."""
+    encoders = {modality.name: modality.presets for modality in MODALITIES.values()}
+    return {**encoders, "llm": dict(LLM_PRESETS.items()), "generator": dict(GENERATOR_PRESETS.items())}
+
+
+def apply_presets(tree: Node) -> Node:
+    """Add to every unit the settings of the preset that it names; the recipe's own settings take precedence.
+
+    Unknown names are left as they are: validation reports them.
+    """
+    for path, presets in _sections_with_presets(tree):
+        section = node_at(tree, path)
+        name = node_at(section, ("preset",))
+        if section is None or name is None or name.value not in presets:
+            continue
+        origin = replace(name.origin, source=f"{name.origin}, preset {name.value}", line=None)
+        preset = {key: to_node(value, origin) for key, value in presets[str(name.value)].settings.items()}
+        settings = section.value if isinstance(section.value, dict) else {}
+        filled = set_node(tree, path, replace(section, value={**preset, **settings}))
+        assert isinstance(filled, Node)
+        tree = filled
+    return tree
+
+
+def _sections_with_presets(tree: Node) -> Iterator[tuple[tuple[str, ...], Mapping[str, ModelPreset]]]:
+    """Yield path and presets of every section that may name a preset."""
+    for unit, presets in presets_by_unit().items():
+        yield ("model", unit), presets
+    encoders = node_at(tree, ("model", "encoders"))
+    for name in encoders.value if encoders is not None and isinstance(encoders.value, dict) else ():
+        modality = node_at(tree, ("model", "encoders", name, "modality"))
+        if modality is not None and modality.value in MODALITIES:
+            yield ("model", "encoders", name), MODALITIES[str(modality.value)].presets
+
+
+def is_about_stages(override: str) -> bool:
+    """Return whether a `--set` chooses a stage or changes the list of stages, which comes before all others."""
+    key = override.partition("=")[0].strip()
+    return key == STAGE or key.split(".")[0] == STAGES
+
+
+def stage_names(tree: Node) -> tuple[str, ...]:
+    """Return the names of a recipe's stages, in order; () if it has none. Raises RecipeError for a wrong list."""
+    stages = node_at(tree, [STAGES])
+    if stages is None or stages.value is None:
+        return ()
+    if not isinstance(stages.value, list) or not stages.value:
+        raise RecipeError(f"{STAGES}: found no list; allowed: a list of mappings with `name` ({stages.origin})")
+    names: list[str] = []
+    for i, stage in enumerate(stages.value):
+        name = node_at(stage, ["name"])
+        if name is None or not isinstance(name.value, str) or not _NAME.fullmatch(name.value):
+            found = "nothing" if name is None else repr(name.value)
+            raise RecipeError(
+                f"{STAGES}.{i}.name: found {found}; allowed: letters, digits, `.`, `_` and `-`, the first one a letter "
+                f"or a digit ({stage.origin})"
+            )
+        if name.value in names:
+            raise RecipeError(f"{STAGES}.{i}.name: {name.value} is the name of an earlier stage ({name.origin})")
+        if i and node_at(stage, INIT_FROM) is not None:
+            raise RecipeError(
+                f"{STAGES}.{i}.{'.'.join(INIT_FROM)}: a stage starts from the one before it; leave this out "
+                f"({stage.origin})"
+            )
+        names.append(name.value)
+    return tuple(names)
+
+
+def chosen_stage(tree: Node, names: Sequence[str]) -> str | None:
+    """Return the stage that `--set stage=NAME` chose; None if none was chosen. Raises RecipeError for another name."""
+    chosen = node_at(tree, [STAGE])
+    if chosen is None or chosen.value is None:
+        return None
+    if chosen.value not in names:
+        allowed = f"allowed: {', '.join(names)}" if names else "the recipe has no stages"
+        raise RecipeError(f"{STAGE}: found {chosen.value!r}; {allowed} ({chosen.origin})")
+    return str(chosen.value)
+
+
+def lay_stage_over(tree: Node) -> Node:
+    """Return the recipe of the chosen stage; of a recipe without stages, the recipe.
+
+    Raises RecipeError if none is chosen of several stages, and for a wrong list or name.
+    """
+    names = stage_names(tree)
+    name = chosen_stage(tree, names)
+    if not names:
+        return _without(tree, STAGES, STAGE)
+    if name is None:
+        raise RecipeError(
+            f"{STAGES}: the recipe has the stages {', '.join(names)}, and this command works on one of them: choose it "
+            f"with --set {STAGE}={names[0]}"
+        )
+    stages = node_at(tree, [STAGES])
+    assert stages is not None
+    assert isinstance(stages.value, list)
+    return merge_trees(_without(tree, STAGES, STAGE), _without(stages.value[names.index(name)], "name"))
+
+
+def _without(tree: Node, *keys: str) -> Node:
+    assert isinstance(tree.value, dict)
+    return Node({key: child for key, child in tree.value.items() if key not in keys}, tree.origin)
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """Write every setting as YAML. A loaded recipe (its paths are absolute) loads back equal from any folder."""
+    return strict_yaml.dump_yaml(recipe.model_dump(mode="json"))
+
+
+def recipe_fingerprint(recipe: Recipe) -> str:
+    """Return the SHA-256 of all settings that plans depend on: those that declare the effect `plan`.
+
+    Of files it covers the names, not their folders: a plan made on a laptop is valid on a cluster.
+    """
+    settings = select_for_saving(recipe, "plan", mode="python")
+    canonical = json.dumps(settings, sort_keys=True, separators=(",", ":"), ensure_ascii=False, default=_file_name)
+    return hashlib.sha256(canonical.encode("utf-8")).hexdigest()
+
+
+def _file_name(path: Path) -> str:
+    return path.name

@@ -20,9 +20,9 @@ from mmtrain.checkpoint import Checkpoint
 from mmtrain.costs import TokenLoad
 from mmtrain.data import PayloadNeed, SampleTokenizer, StepData
 from mmtrain.models.attention.kv_cache import KVCache
-from mmtrain.models.kernels.logit_rules import LogitRules
+from mmtrain.models.kernels.vocab_loss import LogitRules
 from mmtrain.models.optim import parameter_specs
-from mmtrain.models.optim.named_shards import NamedShard
+from mmtrain.models.optim.parameter_specs import NamedShard
 from mmtrain.models.shapes.model_shape import build_model_shape
 from mmtrain.models.stage.fully_sharded import weight_shards
 from mmtrain.models.stage.generation import next_tokens

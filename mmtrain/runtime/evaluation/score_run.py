@@ -16,13 +16,16 @@ import torch
 
 from mmtrain.balance import SampleLengths
 from mmtrain.checkpoint import find, open_newest_good
+from mmtrain.costs.hardware import ELEMENT_BYTES, GIB
+from mmtrain.costs.layer_arithmetic import num_parameters
 from mmtrain.data import DataIndex, Quarantined, Sample, SampleTokenizer, build_index, load_recipe_tokenizer
 from mmtrain.data.formats.read_source import read_samples
 from mmtrain.data.formats.sample import written_text
 from mmtrain.data.index.data_index import check_bad_rate
 from mmtrain.errors import CheckpointError, LaunchError, UserError
 from mmtrain.models.megatron import ParallelGroups
-from mmtrain.planning.artifact.plan import Plan, UnitPlan
+from mmtrain.models.shapes.model_shape import build_model_shape
+from mmtrain.planning.artifact.plan import Plan, StagePlan, UnitPlan
 from mmtrain.planning.artifact.plan_files import load_plan
 from mmtrain.recipe import Recipe, recipe_fingerprint
 from mmtrain.recipe.settings.parallel_settings import LlmParallel, ParallelSettings
@@ -44,15 +47,17 @@ from mmtrain.runtime.evaluation.score_drawings import (
     draw_held_out,
     single_stages,
 )
-from mmtrain.runtime.evaluation.whole_model import too_large_for_one_rank, whole_model
 from mmtrain.runtime.execution.checkpointing import checkpoint_ranks
+from mmtrain.runtime.execution.precision import precision_on_device
 from mmtrain.runtime.resilience.config_consensus import require_consensus
 from mmtrain.runtime.resilience.failures import lost_peers_named
 from mmtrain.runtime.resilience.launch import launch_local
+from mmtrain.runtime.resilience.out_of_memory import smallest_device_memory
 from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, PLAN_FILE, RECIPE_FILE, load_run_recipe
 from mmtrain.runtime.world import (
     Address,
     World,
+    detect_hardware,
     find_launched_world,
     introduce_address,
     join,
@@ -63,6 +68,8 @@ from mmtrain.runtime.world import (
 
 NUM_EXAMPLES = 5  # of questions, shown with their answers
 Answers = Mapping[HeldOutQuestion, str]
+# Of a device's memory. The rest is for keys and values, activations, the decoder of latents and the allocator.
+MAX_SHARE_OF_WEIGHTS = 0.6
 
 
 @dataclass(frozen=True)
@@ -295,3 +302,33 @@ def _report_unusable(bad: Sequence[Quarantined], index: DataIndex, recipe: Recip
 
 def _print_note(line: str) -> None:
     print(line, file=sys.stderr)
+
+
+def whole_model(recipe: Recipe, num_ranks: int, *, sharded: bool = False) -> dict[str, UnitPlan]:
+    """Return a layout in which each rank runs every unit as one stage; `sharded`: all ranks hold one copy together."""
+    ranks = tuple(range(num_ranks))
+    shard = num_ranks if sharded else None
+    units = {}
+    for unit in build_model_shape(recipe).units:
+        stage = StagePlan(stage=0, layers=(0, len(unit.layers)))
+        units[unit.name] = UnitPlan(tp=1, pp=1, dp=num_ranks, shard=shard, ranks=ranks, stages=(stage,))
+    return units
+
+
+def too_large_for_one_rank(recipe: Recipe, world: World) -> str | None:
+    """Say how large a model is whose weights leave too little room on a device; None for one that fits.
+
+    All ranks call this together.
+    """
+    hardware = recipe.cluster.hardware
+    if world.device.type == "cpu":
+        hardware = "cpu-core"
+    elif hardware == "auto":
+        hardware = detect_hardware()
+    device = smallest_device_memory(recipe, hardware, world)
+    element_bytes = ELEMENT_BYTES[precision_on_device(recipe.train.precision, world.device)]
+    layers = [layer for unit in build_model_shape(recipe).units for layer in unit.layers]
+    nbytes = element_bytes * sum(map(num_parameters, layers))
+    if nbytes <= MAX_SHARE_OF_WEIGHTS * device.nbytes:
+        return None
+    return f"its weights take {nbytes / GIB:.3g} GiB, and {device.described} has {device.nbytes / GIB:.3g} GiB"

@@ -11,7 +11,7 @@ from torch import Tensor
 from mmtrain.balance import BatchMeta, IntArray
 from mmtrain.balance.context_split import ContextSplit
 from mmtrain.models.attention import Spans
-from mmtrain.models.attention.context_share import ContextShare, RowExchange
+from mmtrain.models.attention.context_parallel import ContextShare, RowExchange
 from mmtrain.models.stage.stage_inputs import RowMix, TextInput
 from mmtrain.program import UnitMesh
 from mmtrain.program.ir.context_loads import (

@@ -9,8 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mmtrain.models.optim.clip_factors import ClipFactors, clip_factors
-from mmtrain.models.optim.named_shards import NamedShard
-from mmtrain.models.optim.parameter_specs import WeightSource
+from mmtrain.models.optim.parameter_specs import NamedShard, WeightSource
 from mmtrain.recipe.settings.train_settings import OptimizerSettings
 from mmtrain.runtime.world import World
 

@@ -1,5 +1,6 @@
-"""The type of weights and activations on this device."""
+"""The type of weights and activations on this device, and whether a run repeats its bits."""
 
+import os
 from typing import Literal
 
 import torch
@@ -8,6 +9,9 @@ from mmtrain.costs import Precision
 from mmtrain.errors import LaunchError
 
 DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
+# cuBLAS shares its workspace among streams unless this is set, and sums in another order from run to run. It reads the
+# variable when it starts, and takes this value or `:16:8`.
+CUBLAS_WORKSPACE_VARIABLE, CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
 
 
 def compute_dtype(precision: Precision, device: torch.device) -> torch.dtype:
@@ -28,3 +32,16 @@ def precision_on_device(chosen: Literal["auto", "fp32", "bf16"], device: torch.d
     if chosen != "auto":
         return chosen
     return "bf16" if device.type == "cuda" else "fp32"
+
+
+def set_determinism(deterministic: bool) -> None:
+    """Choose between torch's fastest operations and those that repeat their bits; call this before the first GEMM.
+
+    Kernels of attention ask torch for this choice. An operation that has no deterministic form raises RuntimeError and
+    names itself.
+    """
+    if deterministic:
+        os.environ.setdefault(CUBLAS_WORKSPACE_VARIABLE, CUBLAS_WORKSPACE)
+        # Every buffer is written before it is read.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(deterministic)

@@ -13,10 +13,9 @@ from mmtrain.data.index.sample_sources import SampleSources
 from mmtrain.data.loading.batch_builder import StepData
 from mmtrain.data.loading.payload import EncoderPayload, TextPayload
 from mmtrain.data.text.sample_tokenizer import IGNORE_INDEX
-from mmtrain.models.attention.context_share import ContextShare, RowExchange
+from mmtrain.models.attention.context_parallel import ContextShare, RowExchange
 from mmtrain.models.stage.generator_input import GeneratorInput
-from mmtrain.models.stage.pixel_scale import PixelScale
-from mmtrain.models.stage.stage_inputs import EncoderInput, RowMix, TextInput, UnitInput
+from mmtrain.models.stage.stage_inputs import EncoderInput, PixelScale, RowMix, TextInput, UnitInput
 from mmtrain.models.stage.stage_module import StageModule
 from mmtrain.program import LLM, Microbatch, UnitMesh
 from mmtrain.recipe import Recipe

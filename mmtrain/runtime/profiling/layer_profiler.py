@@ -3,17 +3,22 @@
 A layer that is run over and over finds its weights, and the memory that it writes, in the cache: on a CPU it is up to
 a third faster than in a run. Here other layers come between, several microbatches are in flight, gradients accumulate
 in the optimizer's buffers, and the neighbouring cores do the same at the same time.
+
+What passes between two layers is one tensor, or the several of a generator's state. Each layer starts from tensors that
+are cut off from the graph of the layers before it, so its backward runs alone.
 """
 
 import itertools
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mmtrain.costs.cost_table import LayerSample, TimedPass, layer_fields, layer_key
 from mmtrain.models.build_stage import StageOptions, build_stage
@@ -29,7 +34,6 @@ from mmtrain.recipe import Recipe
 from mmtrain.runtime.execution.rank_context import build_unit_optimizer
 from mmtrain.runtime.execution.recorder import clock_for
 from mmtrain.runtime.execution.unit import UnitRunner
-from mmtrain.runtime.profiling.layer_passes import LayerPass, Span, backward_by_layer, forward_by_layer
 from mmtrain.runtime.profiling.probes import Probe
 from mmtrain.runtime.world import World
 
@@ -39,6 +43,8 @@ MAX_IN_FLIGHT_BYTES = 2**28  # of their activations together
 LAYER_WARM_UP_ROUNDS = 1
 MODE_BUDGET_S = 0.4  # for the rounds of one mode, unless the least number of rounds takes longer
 MAX_MEDIAN_DEVIATIONS = 3.0  # a repeat further from the median is dropped as an outlier
+Mark = Callable[[], Any]  # see `DeviceClock.mark`
+Span = tuple[Any, Any]  # marks at the start and the end of one layer's pass
 
 
 @dataclass(frozen=True)
@@ -258,3 +264,79 @@ def median_without_outliers(seconds: Sequence[float]) -> float:
     if deviation == 0:
         return median
     return statistics.median([s for s in seconds if abs(s - median) <= MAX_MEDIAN_DEVIATIONS * deviation])
+
+
+@dataclass(frozen=True)
+class LayerPass:
+    """The tensors that one layer's forward read and made. Those that it only passes on are in both."""
+
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+
+
+def forward_by_layer(
+    stage: StageModule, inputs: UnitInput, features: Mapping[str, Tensor], input_grad: bool, mark: Mark
+) -> tuple[list[LayerPass], list[Span]]:
+    """Run the forwards of all layers of a stage that holds its whole unit; return them and their times, in order.
+
+    Args:
+        stage: the stage to run.
+        inputs: one microbatch.
+        features: what other units send to the first layer.
+        input_grad: whether what passes between layers needs gradients.
+        mark: takes a mark of the device's clock.
+    """
+    passes: list[LayerPass] = []
+    spans: list[Span] = []
+    state: Any = None
+    start = mark()  # what the context is made of counts to the first layer, as in a run
+    context = stage.context(inputs, features)
+    for index in stage.indices:
+        if passes:
+            state = tree_map_only(Tensor, lambda tensor: tensor.detach().requires_grad_(input_grad), state)
+            start = mark()
+        layer_inputs = _tensors(state)
+        state = stage.run_layer(context, state, index)
+        spans.append((start, mark()))
+        passes.append(LayerPass(layer_inputs, _tensors(state)))
+    return passes, spans
+
+
+def backward_by_layer(passes: list[LayerPass], mark: Mark) -> list[Span]:
+    """Run the backwards of all layers, the last layer first; return their times in this order.
+
+    Empties `passes`, so that each layer's tensors are freed as in a run. A layer behind which nothing has a gradient
+    starts from ones.
+    """
+    spans: list[Span] = []
+    gradients: list[Tensor | None] = []
+    while passes:
+        layer = passes.pop()
+        if not gradients:
+            gradients = [None] * len(layer.outputs)
+        start = mark()
+        _run_backward(layer, gradients)
+        spans.append((start, mark()))
+        gradients = [tensor.grad for tensor in layer.inputs]
+        del layer  # or its tensors would outlive its backward
+    return spans
+
+
+def _run_backward(layer: LayerPass, gradients: list[Tensor | None]) -> None:
+    """Add to the inputs of a layer, and to its weights, what follows from the gradients of its outputs."""
+    computed = []
+    passed_on = []
+    for output, gradient in zip(layer.outputs, gradients, strict=True):
+        if output.is_leaf:
+            if output.requires_grad and gradient is not None:
+                passed_on.append((output, gradient))
+        elif output.requires_grad:
+            computed.append((output, torch.ones_like(output) if gradient is None else gradient))
+    if computed:
+        torch.autograd.backward([output for output, _ in computed], [gradient for _, gradient in computed])
+    for tensor, gradient in passed_on:  # autograd would copy the gradient; in a run there is nothing to do
+        tensor.grad = gradient if tensor.grad is None else tensor.grad + gradient
+
+
+def _tensors(state: Any) -> tuple[Tensor, ...]:
+    return tuple(leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor))

@@ -20,6 +20,7 @@ from rich.progress import Progress
 
 from mmtrain.balance import SampleLengths
 from mmtrain.costs import num_parameters, precision_for, preset
+from mmtrain.costs.core_ratios import COPIED_BYTES, GEMM_SIDE
 from mmtrain.costs.cost_table import (
     CoreSpeed,
     CostTable,
@@ -47,7 +48,6 @@ from mmtrain.program import LLM
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.execution.precision import compute_dtype
 from mmtrain.runtime.gloo_threads import calm_gloo_threads
-from mmtrain.runtime.profiling.core_speed import measure_core_speed
 from mmtrain.runtime.profiling.cut_profiler import ProfiledUnit, seconds_of_a_stop
 from mmtrain.runtime.profiling.layer_profiler import LayerProfiler, build_layer_profiler
 from mmtrain.runtime.profiling.message_profiler import measure_node_groups, measure_node_links
@@ -58,6 +58,7 @@ from mmtrain.runtime.world import Address, World, join, leave
 
 MEASURED_CHUNKS = 4  # of tokens, in which blocks are measured a second time; other numbers differ as modelled
 CUT_ROUNDS = 24  # a stop costs a small part of what a round takes
+SECONDS_OF_EACH = 0.5  # of repeating the GEMM, and of repeating the copy
 
 
 @dataclass(frozen=True)
@@ -311,3 +312,21 @@ def _load_size(samples: dict[str, LayerSample]) -> tuple[int, int]:
     """Return (tokens, sum of squared lengths) of the load of these samples."""
     sample = next(iter(samples.values()))
     return sample.tokens, sample.sum_sq
+
+
+def measure_core_speed() -> CoreSpeed:
+    """Return the median seconds of a GEMM in fp32 and of a copy, on the threads that torch uses."""
+    a, b = (torch.randn(GEMM_SIDE, GEMM_SIDE) for _ in range(2))
+    source = torch.zeros(COPIED_BYTES // 4)
+    target = torch.empty_like(source)
+    return CoreSpeed(gemm_s=_median_seconds(lambda: a @ b), copy_s=_median_seconds(lambda: target.copy_(source)))
+
+
+def _median_seconds(work: Callable[[], object]) -> float:
+    """Return the median of repetitions that take `SECONDS_OF_EACH` together."""
+    seconds: list[float] = []
+    while sum(seconds) < SECONDS_OF_EACH or len(seconds) < 3:
+        start = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)

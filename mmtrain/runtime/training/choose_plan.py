@@ -1,22 +1,31 @@
-"""Choose the plan of a run: the user's, that of the run that is resumed, one that was made ahead, or a new one."""
+"""Choose the plan of a run: the user's, that of the run that is resumed, one that was made ahead, or a new one.
+
+A plan that the user gave, or that a new run has made, may end the run with an error that says what binds. One to which
+a run would switch by itself must not: the run goes on with what it has.
+"""
 
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
+from mmtrain.costs import machine_for
+from mmtrain.costs.hardware import GIB
 from mmtrain.data import DataIndex
 from mmtrain.durable_files import disk_errors_named, write_whole
-from mmtrain.errors import PlanError
+from mmtrain.errors import PlanError, ProgramError
+from mmtrain.models.shapes.model_shape import build_model_shape
 from mmtrain.planning.artifact.plan import Plan
 from mmtrain.planning.artifact.plan_change import describe_plan_change
 from mmtrain.planning.artifact.plan_files import load_plan, require_match
-from mmtrain.planning.artifact.plan_memory import DeviceMemory
-from mmtrain.recipe import recipe_fingerprint
+from mmtrain.planning.artifact.plan_graph import stage_graph
+from mmtrain.planning.artifact.plan_memory import DeviceMemory, prove_memory
+from mmtrain.program import build_program
+from mmtrain.recipe import Recipe, recipe_fingerprint
 from mmtrain.report.runlog import time_of_last_step
-from mmtrain.runtime.resilience.device_memory import smallest_device_memory
+from mmtrain.runtime.resilience.out_of_memory import smallest_device_memory
 from mmtrain.runtime.run_folder import PLAN_FILE
-from mmtrain.runtime.training.plan_fit import limited_to_device, require_fit
 from mmtrain.runtime.training.standby_plans import (
     is_made_for,
     load_plan_of_run,
@@ -118,3 +127,49 @@ def _plan_of_user(request: TrainRequest, num_ranks: int, fingerprint: str) -> Pl
 
 def _notify(text: str) -> None:
     print(f"mmtrain: {text}", file=sys.stderr, flush=True)
+
+
+class MakePlan(Protocol):
+    """Makes a plan; what it does not know yet is passed by name."""
+
+    def __call__(self, **missing: object) -> Plan:
+        """Return a plan; PlanError if there is none."""
+        ...
+
+
+def require_fit(recipe: Recipe, plan: Plan, device: DeviceMemory) -> None:
+    """Prove, as building a plan does, that every rank has room for it on `device`.
+
+    Raises:
+        PlanError: names the rank that needs most, the kind of memory that binds, and what makes room.
+    """
+    shape = build_model_shape(recipe)
+    limit = prove_memory(recipe, plan, shape, device)
+    try:
+        build_program(stage_graph(plan, shape), limit, plan.schedule.kind, plan.schedule.order)
+    except ProgramError as error:
+        raise PlanError(f"the plan cannot run on {device.described}: {error}") from error
+
+
+def plan_that_fits(recipe: Recipe, device: DeviceMemory, make_plan: MakePlan, **missing: object) -> Plan:
+    """Return what `make_plan` makes, if it fits; a `functools.partial` of this can be pickled.
+
+    Raises:
+        PlanError: there is no plan, or it does not fit into `device`.
+    """
+    plan = make_plan(**missing)
+    require_fit(recipe, plan, device)
+    return plan
+
+
+def limited_to_device(recipe: Recipe, hardware: str, device: DeviceMemory) -> Recipe:
+    """Return the recipe with the memory that a rank has here, where that is less than what is planned for."""
+    machine = machine_for(recipe, hardware)
+    limits: dict[str, float] = {}
+    if device.nbytes < machine.memory_bytes:
+        limits["memory_gib"] = device.nbytes / GIB
+    if device.host_bytes < machine.host_memory_bytes:
+        limits["host_memory_gib"] = device.host_bytes / GIB
+    if not limits:
+        return recipe
+    return recipe.model_copy(update={"cluster": recipe.cluster.model_copy(update=limits)})

@@ -1,22 +1,30 @@
 """Start the ranks of a run on this machine, and start them again after a failure: with fewer if some are gone."""
 
 import os
+import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+
+import torch
 
 from mmtrain.checkpoint import find
 from mmtrain.errors import RankDied, RunError
 from mmtrain.runtime.resilience.failures import explain_failures, read_failures
 from mmtrain.runtime.resilience.folder_lock import FolderKeeper, may_be_owned
 from mmtrain.runtime.resilience.launch import launch_local
-from mmtrain.runtime.resilience.usable_devices import VISIBLE_DEVICES, find_usable_devices, given_devices
 from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, RECIPE_FILE
 from mmtrain.runtime.run_state import read_run_state, write_run_state
 from mmtrain.runtime.training.standby_plans import standby_plan_path
 from mmtrain.runtime.training.train_request import TrainRequest
 from mmtrain.runtime.world import Address
+
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+DEVICE_TEST_TIMEOUT_S = 60.0  # importing torch and creating a context takes seconds; a broken device may hang
+# Memory, a kernel and a copy back: what a device that has fallen off the bus, or needs a reset, does not do.
+# No assert: PYTHONOPTIMIZE would strip it.
+DEVICE_TEST = "import sys, torch; sys.exit(torch.ones(1 << 20, device='cuda').sum().item() != 1 << 20)"
 
 
 def launch_with_restarts(request: TrainRequest, train_rank: Callable[[TrainRequest, Address], None]) -> None:
@@ -112,3 +120,35 @@ def _root_cause(request: TrainRequest, error: RunError) -> RunError:
     if read_run_state(request.run_dir).get("status") in ("running", "failed"):
         write_run_state(request.run_dir, "failed", error=str(error))
     return error
+
+
+def given_devices(env: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+    """Return the GPUs that this process may use, as `CUDA_VISIBLE_DEVICES` names them; empty without GPUs."""
+    if not torch.cuda.is_available():
+        return ()
+    names = env.get(VISIBLE_DEVICES)
+    return tuple(map(str, range(torch.cuda.device_count()))) if names is None else tuple(names.split(","))
+
+
+def find_usable_devices(names: Sequence[str], device_test: str = DEVICE_TEST) -> tuple[str, ...]:
+    """Try out each GPU in a process of its own and return those that work, in the same order.
+
+    A broken device can hang or end the process that uses it, and the launcher must keep no device in use.
+    """
+    tests = [
+        subprocess.Popen(
+            [sys.executable, "-P", "-c", device_test],
+            env=os.environ | {VISIBLE_DEVICES: name},
+            stderr=subprocess.DEVNULL,  # a traceback for each broken device would hide the failure of the run
+        )
+        for name in names
+    ]
+    return tuple(name for name, test in zip(names, tests, strict=True) if _succeeds(test))
+
+
+def _succeeds(test: "subprocess.Popen[bytes]") -> bool:
+    try:
+        return test.wait(DEVICE_TEST_TIMEOUT_S) == 0
+    except subprocess.TimeoutExpired:
+        test.kill()  # not waited for: a process that hangs in a driver does not end before the driver answers
+        return False

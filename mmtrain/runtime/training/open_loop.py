@@ -18,6 +18,7 @@ from mmtrain.runtime.execution.checkpointing import BackgroundSaver, SavedRank
 from mmtrain.runtime.execution.input_arena import copier_for
 from mmtrain.runtime.execution.step_prefetcher import StepPrefetcher
 from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, QUARANTINE_FILE, RECORDED_COSTS_FILE, TRACE_FILE
+from mmtrain.runtime.training.choose_plan import limited_to_device, plan_that_fits
 from mmtrain.runtime.training.go_back import SKIPPED_STATE
 from mmtrain.runtime.training.hooks.checkpoints import Checkpointing, CheckpointWriter, FinishBackgroundSave
 from mmtrain.runtime.training.hooks.elastic import ResumeTime, StandbyPlanning
@@ -28,7 +29,6 @@ from mmtrain.runtime.training.hooks.replanning import Replanning
 from mmtrain.runtime.training.hooks.reports import LoadImbalanceReports, MetricsLog, StragglerReports
 from mmtrain.runtime.training.hooks.tracing import RunTracer, Tracing
 from mmtrain.runtime.training.loop import Loop
-from mmtrain.runtime.training.plan_fit import limited_to_device, plan_that_fits
 from mmtrain.runtime.training.rank_run import RankRun
 from mmtrain.runtime.training.run_records import RunRecords
 from mmtrain.runtime.training.standby_plans import load_standby_plan, rank_counts_ahead

@@ -12,8 +12,7 @@ from mmtrain.planning.artifact.plan_memory import DeviceMemory, planned_loss
 from mmtrain.runtime.execution.activity import BUILDING, INDEXING, RESTORING
 from mmtrain.runtime.execution.attention_choice import describe_attention
 from mmtrain.runtime.execution.rank_context import RankContext, build_rank_context
-from mmtrain.runtime.resilience.device_memory import smallest_device_memory
-from mmtrain.runtime.resilience.out_of_memory import OutOfMemoryReport, predicted_peak_gib
+from mmtrain.runtime.resilience.out_of_memory import OutOfMemoryReport, predicted_peak_gib, smallest_device_memory
 from mmtrain.runtime.training.choose_plan import ChosenPlan
 from mmtrain.runtime.training.hooks.replanning import share_recorded_costs
 from mmtrain.runtime.training.rank_session import RankSession

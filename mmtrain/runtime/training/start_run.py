@@ -22,7 +22,7 @@ from mmtrain.durable_files import cut_log, disk_errors_named, set_aside, write_w
 from mmtrain.errors import UserError
 from mmtrain.families import read_model_folder
 from mmtrain.models.kernels.choice import KernelChoice, describe_kernels
-from mmtrain.models.optim.named_shards import MOMENTS
+from mmtrain.models.optim.parameter_specs import MOMENTS
 from mmtrain.planning.artifact.balancing_targets import derive_step_targets
 from mmtrain.planning.artifact.data_drift import describe_data_drift
 from mmtrain.planning.artifact.plan import Plan

@@ -13,10 +13,9 @@ from mmtrain.checkpoint.folders import step_of
 from mmtrain.durable_files import write_whole
 from mmtrain.errors import PlanError
 from mmtrain.planning.artifact.plan import Plan
-from mmtrain.runtime.resilience.device_memory import smallest_device_memory
+from mmtrain.runtime.resilience.out_of_memory import smallest_device_memory
 from mmtrain.runtime.run_folder import PLAN_FILE, REPLANNED_FOLDER
-from mmtrain.runtime.training.choose_plan import ChosenPlan
-from mmtrain.runtime.training.plan_fit import require_fit
+from mmtrain.runtime.training.choose_plan import ChosenPlan, require_fit
 from mmtrain.runtime.training.rank_session import RankSession
 from mmtrain.runtime.training.standby_plans import save_standby_plan
 

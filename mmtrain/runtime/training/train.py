@@ -9,9 +9,9 @@ from mmtrain.models.stage.fully_sharded import require_fsdp2
 from mmtrain.planning.artifact.plan_files import load_plan
 from mmtrain.recipe import Recipe
 from mmtrain.report import read_metrics
-from mmtrain.report.run_summary import run_summary
+from mmtrain.report.runlog import run_summary
 from mmtrain.runtime.execution.activity import AWAITING_PLAN, PLANNING
-from mmtrain.runtime.execution.determinism import set_determinism
+from mmtrain.runtime.execution.precision import set_determinism
 from mmtrain.runtime.execution.process_groups import release_groups
 from mmtrain.runtime.resilience.failures import lost_peers_named
 from mmtrain.runtime.resilience.launch import free_port

@@ -23,7 +23,7 @@ class Planner(Protocol):
 
 
 class Replanner(Protocol):
-    """Plans again with other costs, as `mmtrain.planning.whatif.plan_again.plan_again` does; it can be pickled."""
+    """Plans again with other costs, as `mmtrain.planning.whatif.plan_again` does; it can be pickled."""
 
     def __call__(self, recipe: Recipe, lengths: SampleLengths, *, present: Plan, costs: Path) -> Plan:
         """Return the fastest plan by the table `costs`, with the present one as its first alternative."""

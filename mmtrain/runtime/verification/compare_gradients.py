@@ -6,8 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mmtrain.models.optim.named_shards import NamedShard
-from mmtrain.models.optim.parameter_specs import tp_shard
+from mmtrain.models.optim.parameter_specs import NamedShard, tp_shard
 from mmtrain.program import StageGraph
 
 # Of the distance of a gradient, relative to its norm; and of the norm below which that of all gradients counts.

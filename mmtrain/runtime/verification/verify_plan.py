@@ -16,7 +16,7 @@ from mmtrain.balance import BatchMeta, SampleLengths, StepTargets, assign
 from mmtrain.data import BatchBuilder, DataIndex
 from mmtrain.data.loading.batch_builder import StepData
 from mmtrain.data.loading.payload import PayloadNeed
-from mmtrain.models.optim.named_shards import NamedShard
+from mmtrain.models.optim.parameter_specs import NamedShard
 from mmtrain.models.shapes.model_shape import build_model_shape
 from mmtrain.planning.artifact.plan import Plan
 from mmtrain.program import LLM

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from mmtrain.families.diffusers_pixart import pixart_weights
 from mmtrain.families.diffusers_unet import unet_weights
-from mmtrain.models.generator.layer_modules import build_generator_layer
+from mmtrain.models.generator.generator_stage import build_generator_layer
 from mmtrain.models.megatron import LayerFactory, ParallelGroups, prepare_megatron
 from mmtrain.models.shapes.generator_shapes import generator_layers
 from mmtrain.models.shapes.layer_shape import LayerShape

@@ -1,25 +1,66 @@
-"""Hint at another global batch, or at fewer ranks, where the present number divides badly."""
+"""Plans of other problems than the recipe's: the model without media, nearby settings, the data seen so far."""
 
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
 
 from mmtrain.balance import SampleLengths
 from mmtrain.errors import UserError
+from mmtrain.models.shapes.model_shape import build_model_shape
 from mmtrain.planning.artifact.plan import Plan
+from mmtrain.planning.artifact.plan_change import with_present
 from mmtrain.planning.evaluate.evaluator import Evaluator
+from mmtrain.planning.evaluate.simulate_plan import simulate_plan
 from mmtrain.planning.formulate import formulate_problem
 from mmtrain.planning.layer_costs.layer_costs import LayerCosts
 from mmtrain.planning.layer_costs.token_splits import with_token_splits
+from mmtrain.planning.planner import plan as search_plan
+from mmtrain.planning.planner import search_placements
 from mmtrain.planning.search.strategies import run_strategies
 from mmtrain.planning.space.budget import QUICK_BUDGET
 from mmtrain.planning.space.problem import PlanRequest
+from mmtrain.planning.space.sample_batches import SampledBatches
+from mmtrain.program.ir.graph import LLM
+from mmtrain.recipe.settings.parallel_settings import ParallelSettings
 from mmtrain.recipe.settings.schema import Recipe
 
 MIN_GAIN = 1.1  # in tokens/s, below which there is no hint
 MAX_BATCH_CHANGE = 0.1  # share of the global batch by which another one may differ
 MAX_RANKS_LEFT_OUT = 0.25  # share of the ranks
 MIN_DIVISOR_RATIO = 2  # by how much the common divisor of batch and ranks must grow before a plan is tried
+
+
+def with_text_only(plan: Plan, recipe: Recipe, lengths: SampleLengths) -> Plan:
+    """Return the plan with the throughput of its LLM alone: same tokens, same ranks, sizes free.
+
+    Unchanged for a model without encoders, for one whose LLM does not train, and where the LLM alone has no plan.
+    """
+    is_trained = any(layer.trainable for layer in build_model_shape(recipe).unit(LLM).layers)
+    if len(plan.units) == 1 or "generator" in plan.units or not is_trained:
+        return plan
+    model = recipe.model.model_copy(update={"vision": None, "audio": None, "encoders": {}})
+    of_llm = recipe.parallel.llm.model_dump(include={"recompute", "sp", "tp_overlap"})
+    parallel = ParallelSettings.model_validate({"llm": of_llm})
+    problem_recipe = recipe.model_copy(update={"model": model, "parallel": parallel})
+    try:
+        problem = formulate_problem(
+            problem_recipe,
+            SampleLengths(lengths.tokens, lengths.targets, {}),
+            world_size=plan.world_size,
+            hardware=plan.hardware,
+            recipe_sha256=plan.recipe_sha256,
+            request=PlanRequest(num_alternatives=0),
+        )
+        if not problem.cluster.rank_counts:
+            return plan
+        evaluator, results = search_placements(problem, QUICK_BUDGET)
+    except UserError:  # patterns or sizes that need an encoder, or nothing fits
+        return plan
+    tokens_per_s = evaluator.layer_costs.tokens() / results.fastest_s / plan.world_size
+    predicted = plan.predicted.model_copy(update={"text_only_tokens_per_s_per_gpu": tokens_per_s})
+    return plan.model_copy(update={"predicted": predicted})
 
 
 def describe_faster_nearby(recipe: Recipe, lengths: SampleLengths, plan: Plan, can_shard: bool = True) -> list[str]:
@@ -83,3 +124,35 @@ def _gain(recipe: Recipe, lengths: SampleLengths, plan: Plan, num_ranks: int, ca
     except UserError:
         return 0.0
     return 0.0 if best is None else tokens / best.step_time_s / tokens_per_s
+
+
+def plan_again(recipe: Recipe, lengths: SampleLengths, *, present: Plan, costs: Path, can_shard: bool = True) -> Plan:
+    """Return the fastest plan by the table `costs`, for the ranks and under the fingerprint of the present plan.
+
+    Both plans are predicted by the same program simulation on the same batches, so that their times compare.
+
+    Raises:
+        PlanError: the table cannot be read, or nothing fits.
+    """
+    cluster = recipe.cluster.model_copy(update={"costs": costs})
+    parallel = recipe.parallel.model_copy(update={"max_gpus": None})  # the ranks run already
+    recorded = recipe.model_copy(update={"cluster": cluster, "parallel": parallel})
+    problem = formulate_problem(
+        recorded,
+        lengths,
+        world_size=present.world_size,
+        hardware=present.hardware,
+        recipe_sha256=present.recipe_sha256,
+        request=PlanRequest(can_shard=can_shard),
+    )
+    plan = search_plan(problem)
+    predicted = plan.predicted.model_copy(update={"step_time_s": _step_s(recorded, plan, problem.batches)})
+    plan = plan.model_copy(update={"predicted": predicted})
+    return with_present(plan, present, _step_s(recorded, present, problem.batches))
+
+
+def _step_s(recipe: Recipe, plan: Plan, batches: SampledBatches) -> float:
+    """Return the simulated step time of a plan, mean over the batches."""
+    data_parallel = {name: unit.dp for name, unit in plan.units.items()}
+    laid_out = batches.lay_out(data_parallel, plan.schedule.num_microbatches)
+    return fmean(simulate_plan(recipe, plan, batch).step_time_s for batch in laid_out)

@@ -1,4 +1,8 @@
-"""Activations of MLPs, plain and gated."""
+"""What a block computes element by element, in one kernel each.
+
+Activations of MLPs (plain and gated), the rotation of queries and keys by their positions (RoFormer, arXiv 2104.09864)
+and RMSNorm (arXiv 1910.07467).
+"""
 
 from typing import Any, cast
 
@@ -8,6 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mmtrain.models.kernels import liger
+from mmtrain.models.kernels.rotary_positions import RotaryTables
 from mmtrain.recipe.settings.encoder_settings import Activation
 
 _QUICK_GELU_SCALE = 1.702
@@ -102,3 +107,77 @@ def _gradient(grad: Tensor, x: Tensor, activation: Activation, out: Tensor | Non
 def _approximation(activation: Activation) -> str:
     """Return how torch's GELU is to compute an activation."""
     return "tanh" if activation == "gelu_tanh" else "none"
+
+
+def rotate_heads(q: Tensor, k: Tensor, rope: RotaryTables, *, fused: bool) -> tuple[Tensor, Tensor]:
+    """Rotate queries (T, heads, d) and keys (T, kv heads, d) by their positions; `fused` may write over them."""
+    if fused:
+        return liger.rotate_heads(q, k, rope)
+    return apply_rotary(q, rope), apply_rotary(k, rope)
+
+
+def apply_rotary(x: Tensor, rope: RotaryTables) -> Tensor:
+    """Rotate each pair (x[i], x[i + d/2]) of heads (T, heads, d) by the angle of its position, paired as in Llama."""
+    return cast(Tensor, _Rotation.apply(x, *rope))  # type: ignore[no-untyped-call]
+
+
+class _Rotation(torch.autograd.Function):
+    """A rotation, whose gradient is rotated back: three kernels each way, where autograd takes seven or more."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotate(x, cos, sin, direction=1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotate(grad, cos, sin, direction=-1), None, None
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
+    """Rotate heads (T, heads, d) by angles with these cosines and sines (T, 1, d / 2), or by their negatives."""
+    halves = x.view(*x.shape[:-1], 2, x.shape[-1] // 2)
+    rotated: Tensor = halves * cos.unsqueeze(-2)
+    rotated[..., 0, :].addcmul_(halves[..., 1, :], sin, value=-direction)
+    rotated[..., 1, :].addcmul_(halves[..., 0, :], sin, value=direction)
+    return rotated.flatten(-2)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Divide the last dimension by its root mean square, computed in fp32, and multiply it by `weight`."""
+    if x.device.type != "cpu":
+        return F.rms_norm(x, weight.shape, weight, eps)  # one kernel each way
+    return cast(Tensor, _RmsNorm.apply(x, weight, eps))  # type: ignore[no-untyped-call]
+
+
+class _RmsNorm(torch.autograd.Function):
+    """RMSNorm for CPUs, where torch computes it and its gradient by about twenty elementary operations.
+
+    Its sums over features and over tokens are products of a matrix and a vector, the fastest sums that a CPU has.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        precision = torch.promote_types(x.dtype, torch.float32)
+        norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=precision)
+        factor = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, factor)
+        return (x * factor).mul_(weight).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        x, weight, factor = ctx.saved_tensors
+        width = x.shape[-1]
+        rows, row_grads = (t.reshape(-1, width).to(factor.dtype) for t in (x, grad))
+        row_factors, weights = factor.view(-1, 1), weight.to(factor.dtype)
+        products = row_grads * rows
+        weight_grad: Tensor | None = None
+        if ctx.needs_input_grad[1]:
+            weight_grad = torch.mv(products.T, row_factors[:, 0]).to(weight.dtype)
+        # Of d(x_i * f * w_i): the factor f depends on every x_j of the row, with df/dx_j = -f^3 x_j / width.
+        shares = torch.mv(products, weights)[:, None].mul_(row_factors.pow(3)).div_(width)
+        x_grad = (row_grads * weights).mul_(row_factors).addcmul_(rows, shares, value=-1)
+        return x_grad.to(x.dtype).view_as(x), weight_grad, None
