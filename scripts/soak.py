@@ -30,8 +30,7 @@ import torch
 from mmtrain.checkpoint import find, open_newest_good
 from mmtrain.data.synthetic.demo import generate_demo
 from mmtrain.report.runlog import METRICS_FILE
-from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER
-from mmtrain.runtime.run_state import RUN_STATE_FILE
+from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, RUN_STATE_FILE
 from scripts.measurements import Report, arguments, set_options, start
 from tests.flow.runs import tensors
 

@@ -11,7 +11,7 @@ from mmtrain.api.local_cluster import can_shard_here, can_shard_where_planned, r
 from mmtrain.balance import SampleLengths
 from mmtrain.errors import PlanError, RecipeError
 from mmtrain.planning import Plan
-from mmtrain.planning.advise.compare import with_compared, with_misfit
+from mmtrain.planning.advise.why_slower import with_compared, with_misfit
 from mmtrain.planning.formulate import formulate_problem
 from mmtrain.planning.planner import plan
 from mmtrain.planning.space.problem import Allocation, AllocationWatch, PlanningProblem, PlanRequest

@@ -15,7 +15,6 @@ from mmtrain.cli import (
     plan,
     profile,
     report,
-    schema,
     simulate,
     train,
     verify,
@@ -41,7 +40,6 @@ app.command()(evaluate.evaluate)
 app.command()(export.export)
 app.command()(inspect.inspect)
 app.add_typer(data.app, name="data")
-app.command()(schema.schema)
 app.command()(doctor.doctor)
 
 
@@ -70,3 +68,13 @@ def _options(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None: ...
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON Schema of recipes, for editors."""
+    import json
+
+    from mmtrain.recipe import editor_schema
+
+    typer.echo(json.dumps(editor_schema(), indent=2))

@@ -112,8 +112,7 @@ def _runs_to_train(runs: "list[StageRun]", options: _Options) -> "Iterator[tuple
     """
     from mmtrain.checkpoint import find
     from mmtrain.errors import UserError
-    from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER
-    from mmtrain.runtime.run_state import read_run_state
+    from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, read_run_state
     from mmtrain.runtime.training.train import require_started_ranks
     from mmtrain.runtime.world import find_address
 

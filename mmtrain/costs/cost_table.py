@@ -269,11 +269,6 @@ class CostTable(_Frozen):
         return counts
 
     @cached_property
-    def measured_layers(self) -> frozenset[str]:
-        """Keys of the layers that have an entry, at any tp."""
-        return frozenset(layer_key(e.layer) for e in self.layers)
-
-    @cached_property
     def by_message(self) -> dict[tuple[str, int, int], MessageEntry]:
         """Entries by kind, number of ranks and number of nodes."""
         return {(e.kind, e.size, e.nodes): e for e in self.messages}

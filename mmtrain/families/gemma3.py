@@ -9,11 +9,10 @@ from math import isqrt
 
 from mmtrain.families.config_section import ConfigSection
 from mmtrain.families.decoders import decoder_weights, tied_by_outer
-from mmtrain.families.family import Family, FolderSettings, MediaMarkup
+from mmtrain.families.family import TINY_TOKENS, Family, FolderSettings, MediaMarkup
 from mmtrain.families.gemma3_text import TINY_TEXT, gemma3_text_settings
 from mmtrain.families.llava import LLAVA_SPELLINGS, llava_buffers
 from mmtrain.families.siglip import TINY_SIGLIP, siglip_settings, siglip_weights, unused_siglip_weights
-from mmtrain.families.tiny import TINY_TOKENS
 from mmtrain.families.weight_layouts import ParameterSource, as_is, transposed
 
 _TOWER = "model.vision_tower."

@@ -2,10 +2,9 @@
 
 from mmtrain.families.config_section import ConfigSection
 from mmtrain.families.decoders import decoder_settings, window_settings
-from mmtrain.families.family import Settings
+from mmtrain.families.family import Settings, tiny_decoder
 from mmtrain.families.rotary import is_supported, rope_scaling
 from mmtrain.families.text_decoders import text_family
-from mmtrain.families.tiny import tiny_decoder
 
 _DEFAULTS = {
     "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8,

@@ -8,9 +8,16 @@ from collections.abc import Iterator
 from mmtrain.families.clip import ACTIVATIONS, PLAIN_TRANSFORMER, num_used_blocks
 from mmtrain.families.config_section import ConfigSection
 from mmtrain.families.decoders import decoder_buffers, decoder_weights, tied_by_outer
-from mmtrain.families.family import Family, FolderSettings, MediaMarkup, Settings
+from mmtrain.families.family import (
+    MEDIA_TOKENS,
+    TINY_TOKENS,
+    Family,
+    FolderSettings,
+    MediaMarkup,
+    Settings,
+    tiny_decoder,
+)
 from mmtrain.families.text_decoders import text_settings
-from mmtrain.families.tiny import MEDIA_TOKENS, TINY_TOKENS, tiny_decoder
 from mmtrain.families.video_processors import FRAME_COUNT
 from mmtrain.families.weight_layouts import ParameterSource, as_is, flattened, query_key_value, without_leading_ones
 

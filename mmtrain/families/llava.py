@@ -10,10 +10,17 @@ from mmtrain.families.clip import MEAN, STD
 from mmtrain.families.config_section import ConfigSection
 from mmtrain.families.decoders import decoder_buffers, decoder_weights, tied_by_either
 from mmtrain.families.encoders import tower_images, tower_settings, tower_weights, unused_tower_weights
-from mmtrain.families.family import Family, FolderSettings, PrefixChange, Settings
+from mmtrain.families.family import (
+    MEDIA_TOKENS,
+    Family,
+    FolderSettings,
+    PrefixChange,
+    Settings,
+    tiny_decoder,
+    tiny_token_id,
+)
 from mmtrain.families.llava_files import LLAVA_WRITER
 from mmtrain.families.text_decoders import text_settings
-from mmtrain.families.tiny import MEDIA_TOKENS, tiny_decoder, tiny_token_id
 from mmtrain.families.weight_layouts import ParameterSource, as_is
 
 _TOWER = "model.vision_tower."

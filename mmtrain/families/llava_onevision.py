@@ -7,13 +7,12 @@ import re
 from dataclasses import replace
 
 from mmtrain.families.config_section import ConfigSection
-from mmtrain.families.family import Family, FolderSettings
+from mmtrain.families.family import MEDIA_TOKENS, Family, FolderSettings, tiny_decoder, tiny_token_id
 from mmtrain.families.image_processors import LLAVA_ONEVISION_PINPOINTS
 from mmtrain.families.llava import LLAVA_SPELLINGS, TINY_LLAVA, llava_buffers
 from mmtrain.families.llava_files import LLAVA_ONEVISION_WRITER
 from mmtrain.families.llava_next import llava_next_settings, llava_next_weights
 from mmtrain.families.siglip import TINY_SIGLIP
-from mmtrain.families.tiny import MEDIA_TOKENS, tiny_decoder, tiny_token_id
 from mmtrain.families.video_processors import FRAME_COUNT
 
 _HALF = (0.5, 0.5, 0.5)

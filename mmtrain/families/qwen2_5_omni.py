@@ -15,17 +15,19 @@ from mmtrain.families.decoders import (
     reject_sliding_windows,
     tied_by_outer,
 )
-from mmtrain.families.family import Family, FolderSettings, Settings
-from mmtrain.families.qwen2_5_vl import windowed_tower_settings, windowed_tower_weights
-from mmtrain.families.qwen2_vl import DECODER, MEDIA_SETTINGS, TINY_IMAGES, TOWER
-from mmtrain.families.tiny import (
+from mmtrain.families.family import (
     MEDIA_TOKENS,
     TINY_EXTRACTOR,
     TINY_QWEN_TOWER,
     TINY_TOKENS,
+    Family,
+    FolderSettings,
+    Settings,
     tiny_decoder,
     tiny_token_id,
 )
+from mmtrain.families.qwen2_5_vl import windowed_tower_settings, windowed_tower_weights
+from mmtrain.families.qwen2_vl import DECODER, MEDIA_SETTINGS, TINY_IMAGES, TOWER
 from mmtrain.families.weight_layouts import ParameterSource, as_is, respell
 from mmtrain.families.whisper import whisper_settings, whisper_weights
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from mmtrain.families.config_section import ConfigSection
 from mmtrain.families.decoders import decoder_buffers, decoder_weights
-from mmtrain.families.family import Family, FolderSettings, Settings
+from mmtrain.families.family import TINY_QWEN_TOWER, Family, FolderSettings, Settings
 from mmtrain.families.qwen2_vl import (
     DECODER,
     MEDIA_SETTINGS,
@@ -16,7 +16,6 @@ from mmtrain.families.qwen2_vl import (
     tower_settings,
     tower_weights,
 )
-from mmtrain.families.tiny import TINY_QWEN_TOWER
 from mmtrain.families.weight_layouts import ParameterSource, as_is, gate_and_up
 
 _DEFAULT_FULL_BLOCKS = [7, 15, 23, 31]

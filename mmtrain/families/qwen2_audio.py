@@ -8,9 +8,16 @@ from collections.abc import Iterator
 
 from mmtrain.families.config_section import ConfigSection
 from mmtrain.families.decoders import decoder_buffers, decoder_weights, never_tied
-from mmtrain.families.family import Family, FolderSettings, PrefixChange
+from mmtrain.families.family import (
+    MEDIA_TOKENS,
+    TINY_EXTRACTOR,
+    Family,
+    FolderSettings,
+    PrefixChange,
+    tiny_decoder,
+    tiny_token_id,
+)
 from mmtrain.families.text_decoders import qwen2_settings
-from mmtrain.families.tiny import MEDIA_TOKENS, TINY_EXTRACTOR, tiny_decoder, tiny_token_id
 from mmtrain.families.weight_layouts import ParameterSource, as_is
 from mmtrain.families.whisper import whisper_settings, whisper_weights
 

@@ -12,8 +12,7 @@ from mmtrain.families.decoders import (
     reject_sliding_windows,
     tied_by_either,
 )
-from mmtrain.families.family import Family, FolderSettings, Settings
-from mmtrain.families.tiny import MEDIA_TOKENS, tiny_decoder, tiny_token_id
+from mmtrain.families.family import MEDIA_TOKENS, Family, FolderSettings, Settings, tiny_decoder, tiny_token_id
 from mmtrain.families.weight_layouts import (
     ParameterSource,
     as_is,

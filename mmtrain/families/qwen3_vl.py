@@ -6,10 +6,20 @@ from typing import Any
 
 from mmtrain.families.config_section import ConfigSection
 from mmtrain.families.decoders import decoder_buffers, decoder_settings, decoder_weights, tied_by_outer
-from mmtrain.families.family import SECONDS, Family, FolderSettings, MediaMarkup, Settings
+from mmtrain.families.family import (
+    MEDIA_TOKENS,
+    SECONDS,
+    TINY_QWEN_TOWER,
+    TINY_TOKENS,
+    Family,
+    FolderSettings,
+    MediaMarkup,
+    Settings,
+    tiny_decoder,
+    tiny_token_id,
+)
 from mmtrain.families.qwen2_vl import DECODER, MEDIA_SETTINGS, TINY_IMAGES, TOWER, block_weights, tower_settings
 from mmtrain.families.rotary import rotary_settings
-from mmtrain.families.tiny import MEDIA_TOKENS, TINY_QWEN_TOWER, TINY_TOKENS, tiny_decoder, tiny_token_id
 from mmtrain.families.weight_layouts import ParameterSource, as_is
 
 _DEFAULTS = {"intermediate_size": 22016, "num_key_value_heads": 32, "head_dim": 128, "vocab_size": 151936}

@@ -15,8 +15,7 @@ from mmtrain.families.decoders import (
     qwen_window_settings,
     window_settings,
 )
-from mmtrain.families.family import Family, FolderSettings, Settings
-from mmtrain.families.tiny import tiny_decoder
+from mmtrain.families.family import Family, FolderSettings, Settings, tiny_decoder
 
 _LLAMA_DEFAULTS = {"intermediate_size": 11008, "vocab_size": 32000}
 _MISTRAL_DEFAULTS = {"intermediate_size": 14336, "vocab_size": 32000, "num_key_value_heads": 8}

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmtrain.costs import AnalyticCosts, GroupLayout, TokenLoad, preset
+from mmtrain.costs.context_parallel_costs import sequence_parallel_seconds
 from mmtrain.costs.hardware import Hardware, Link
-from mmtrain.costs.sequence_parallel_costs import sequence_parallel_seconds
 from mmtrain.models.shapes.layer_shape import Attention, DenseMlp
 from mmtrain.models.shapes.model_shape import LayerShape
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mmtrain.data.media.fitting import covering_size, fit_picture
+from mmtrain.data.media.image_grids import covering_size, fit_picture
 from mmtrain.data.media.target_images import aspect_buckets, drawing_sizes, nearest_bucket
 from mmtrain.recipe.settings.data_settings import ImageSettings
 from mmtrain.recipe.settings.generator_settings import GeneratorSettings

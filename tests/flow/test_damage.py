@@ -9,9 +9,16 @@ import pytest
 from mmtrain.durable_files import read_log
 from mmtrain.report import read_metrics
 from mmtrain.runtime.resilience.failures import FAILURES_FOLDER
-from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, PLAN_FILE, QUARANTINE_FILE, RECIPE_FILE, SKIPPED_STEPS_FILE
+from mmtrain.runtime.run_folder import (
+    CHECKPOINTS_FOLDER,
+    PLAN_FILE,
+    QUARANTINE_FILE,
+    RECIPE_FILE,
+    RUN_STATE_FILE,
+    SKIPPED_STEPS_FILE,
+    read_run_state,
+)
 from mmtrain.runtime.run_owner import LOCK_FILE
-from mmtrain.runtime.run_state import RUN_STATE_FILE, read_run_state
 from tests.distributed import fork_ranks
 from tests.faults import FailAt
 from tests.flow.runs import NUM_STEPS, assert_same_weights, launch, launch_here, request_for

@@ -19,8 +19,7 @@ from mmtrain.program import Action
 from mmtrain.report import read_metrics
 from mmtrain.runtime.execution.fault_points import FaultPoints
 from mmtrain.runtime.resilience.launch import free_port
-from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, PLAN_FILE
-from mmtrain.runtime.run_state import read_run_state
+from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, PLAN_FILE, read_run_state
 from mmtrain.runtime.training.background_planning import PLANNING_PROCESS_MODULE
 from mmtrain.runtime.training.go_back import GoBack
 from mmtrain.runtime.training.standby_plans import standby_plan_path

@@ -13,8 +13,7 @@ import pytest
 from mmtrain.checkpoint import find, verify
 from mmtrain.report import read_metrics
 from mmtrain.runtime.resilience.folder_lock import may_be_owned
-from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER
-from mmtrain.runtime.run_state import read_run_state
+from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, read_run_state
 from mmtrain.runtime.training.train_request import TrainRequest
 from tests.distributed import RanksFailed
 from tests.faults import PHASES, WATCHDOG_S, FailAt, FailInEachPhase, Kind, Phase

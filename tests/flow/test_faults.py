@@ -21,8 +21,7 @@ from mmtrain.planning.planner import plan_recipe
 from mmtrain.program import Action, Backward, Dispatch, Forward
 from mmtrain.report import read_metrics
 from mmtrain.runtime.resilience.failures import read_failures, stacks_path
-from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, SKIPPED_STEPS_FILE
-from mmtrain.runtime.run_state import read_run_state
+from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, SKIPPED_STEPS_FILE, read_run_state
 from mmtrain.runtime.training.go_back import GoBack
 from mmtrain.runtime.world import torch_seed
 from tests.faults import WATCHDOG_S, AllOf, FailAt, SignalBeforeSteps

@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer
 from mmtrain.checkpoint import open_newest_good
 from mmtrain.data import build_index, load_tokenizer
 from mmtrain.families import FAMILIES
-from mmtrain.families.tiny import TINY_VOCAB_SIZE
+from mmtrain.families.family import TINY_VOCAB_SIZE
 from mmtrain.planning.planner import plan_recipe as planner
 from mmtrain.planning.whatif import plan_again
 from mmtrain.recipe import LoadedRecipe, load_recipe

@@ -15,8 +15,7 @@ import pytest
 from mmtrain.report import read_metrics
 from mmtrain.runtime.resilience.folder_lock import FolderLock
 from mmtrain.runtime.resilience.launch import free_port
-from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER
-from mmtrain.runtime.run_state import read_run_state, write_run_state
+from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, read_run_state, write_run_state
 from mmtrain.runtime.training.train_request import TrainRequest
 from tests.distributed import RanksFailed, fork_ranks
 from tests.faults import FailAt

@@ -16,9 +16,8 @@ from mmtrain.runtime.execution.fault_points import FaultPoints
 from mmtrain.runtime.resilience.failures import FAILURES_FOLDER
 from mmtrain.runtime.resilience.folder_lock import FolderLock, may_be_owned
 from mmtrain.runtime.resilience.launch import launch_local
-from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER
+from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, read_run_state
 from mmtrain.runtime.run_owner import LOCK_FILE, read_owner
-from mmtrain.runtime.run_state import read_run_state
 from mmtrain.runtime.training import local_restarts
 from mmtrain.runtime.training.train_request import TrainRequest
 from tests.distributed import RanksFailed, fork_ranks

@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from mmtrain.report import read_metrics
-from mmtrain.runtime.run_state import read_run_state
+from mmtrain.runtime.run_folder import read_run_state
 from tests.flow.launched import train_arguments
 from tests.slurm_cluster import NODES, SlurmCluster, missing_slurm
 from tests.waiting import poll

@@ -6,7 +6,7 @@ import pytest
 
 from mmtrain.balance import ItemLengths, SampleLengths
 from mmtrain.planning import Plan
-from mmtrain.planning.artifact.data_drift import describe_data_drift
+from mmtrain.planning.artifact.plan_change import describe_data_drift
 from mmtrain.planning.planner import plan_recipe
 from tests.planning.factory import lengths, recipe
 

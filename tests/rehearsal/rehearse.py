@@ -22,9 +22,8 @@ from mmtrain.program import ModelTiming, Program, Timeline, build_program, simul
 from mmtrain.program.verify.deadlock import send_window
 from mmtrain.runtime.execution.activity import Activity
 from mmtrain.runtime.execution.broker import Broker
-from mmtrain.runtime.execution.channel_probe import probe_channels
 from mmtrain.runtime.execution.executor import Executor, StepInput
-from mmtrain.runtime.execution.process_groups import build_groups
+from mmtrain.runtime.execution.process_groups import build_groups, probe_channels
 from mmtrain.runtime.resilience.launch import launch_local
 from mmtrain.runtime.world import Address, World, join, leave
 from tests.rehearsal.first_group import FirstGroup, first_group

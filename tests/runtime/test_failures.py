@@ -27,8 +27,8 @@ from mmtrain.runtime.resilience.failures import (
 )
 from mmtrain.runtime.resilience.folder_lock import FolderLock
 from mmtrain.runtime.resilience.out_of_memory import is_out_of_memory
+from mmtrain.runtime.run_folder import read_run_state, write_run_state
 from mmtrain.runtime.run_owner import FolderClaim
-from mmtrain.runtime.run_state import read_run_state, write_run_state
 
 MB = Microbatch("llm", 0, 3)
 EDGE = Edge(StageId("llm", 0), StageId("llm", 1))

@@ -14,8 +14,7 @@ from mmtrain.recipe.settings.train_settings import CheckpointSettings
 from mmtrain.runtime.execution.activity import Activity
 from mmtrain.runtime.execution.executor import StepInput, StepOutcome
 from mmtrain.runtime.resilience.folder_lock import FolderLock
-from mmtrain.runtime.run_folder import SKIPPED_STEPS_FILE
-from mmtrain.runtime.run_state import read_run_state
+from mmtrain.runtime.run_folder import SKIPPED_STEPS_FILE, read_run_state
 from mmtrain.runtime.training.hooks.checkpoints import Checkpointing, CheckpointWriter, FinishBackgroundSave
 from mmtrain.runtime.training.hooks.guards import FolderGuard, NonFiniteGuard
 from mmtrain.runtime.training.loop import Loop

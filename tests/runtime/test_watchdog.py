@@ -17,7 +17,7 @@ from mmtrain.runtime.resilience.failures import (
     write_failure,
 )
 from mmtrain.runtime.resilience.watchdog import Heartbeats, PeerProgress, Watchdog
-from mmtrain.runtime.run_state import read_run_state
+from mmtrain.runtime.run_folder import read_run_state
 from mmtrain.runtime.world import World
 from tests.waiting import MAX_WAIT_S, poll
 

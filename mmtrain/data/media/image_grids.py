@@ -2,6 +2,7 @@
 
 A grid is (rows, columns) of an item in patches. `native_grid` is Qwen2-VL's scheme (arXiv 2409.12191), `tiles` is
 InternVL's dynamic tiling (arXiv 2404.16821), `pinpoints` is that of LLaVA-NeXT (any resolution, arXiv 2407.07895).
+A picture is brought to the size of its item stretched, cropped or padded.
 """
 
 import math
@@ -9,11 +10,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from PIL import Image
+
 from mmtrain.recipe.settings.data_settings import ImageSettings
 
 Grid = tuple[int, int]
 Canvases = tuple[tuple[int, int], ...]  # height, width in pixels
 MAX_ASPECT = 200  # of the longer side to the shorter one, with `native`: `smart_resize` refuses more
+Size = tuple[int, int]  # width, height in pixels
+
+_FILTERS = {
+    "bilinear": Image.Resampling.BILINEAR,
+    "bicubic": Image.Resampling.BICUBIC,
+    "lanczos": Image.Resampling.LANCZOS,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,3 +180,33 @@ def _canvases(max_tiles: int) -> tuple[Grid, ...]:
     sides = range(1, max_tiles + 1)
     canvases = [(rows, cols) for cols in sides for rows in sides if rows * cols <= max_tiles]
     return tuple(sorted(canvases, key=lambda canvas: canvas[0] * canvas[1]))
+
+
+def fit_picture(rgb: Image.Image, size: Size, settings: ImageSettings) -> Image.Image:
+    """Return the picture in this size; `settings.fit` says what becomes of another aspect ratio."""
+    if settings.fit == "crop":
+        resized = _resize(rgb, covering_size(rgb.size, size), settings)
+        left, top = (resized.width - size[0]) // 2, (resized.height - size[1]) // 2
+        return resized.crop((left, top, left + size[0], top + size[1]))
+    if settings.fit == "pad" and rgb.width != rgb.height:
+        side = max(rgb.size)
+        red, green, blue = (int(255 * channel) for channel in settings.mean)
+        square = Image.new("RGB", (side, side), (red, green, blue))
+        square.paste(rgb, ((side - rgb.width) // 2, (side - rgb.height) // 2))
+        rgb = square
+    return _resize(rgb, size, settings)
+
+
+def covering_size(source: Size, target: Size) -> Size:
+    """Return the smallest size with the aspect ratio of `source` that covers `target`.
+
+    The side that reaches beyond is rounded down, as torchvision and `transformers` do, but not below the target's.
+    """
+    width, height = source
+    if width * target[1] <= height * target[0]:  # narrower than the target
+        return target[0], max(target[1], target[0] * height // width)
+    return max(target[0], target[1] * width // height), target[1]
+
+
+def _resize(rgb: Image.Image, size: Size, settings: ImageSettings) -> Image.Image:
+    return rgb if rgb.size == size else rgb.resize(size, _FILTERS[settings.resample])

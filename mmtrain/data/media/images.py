@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, UnidentifiedImageError, features
 
-from mmtrain.data.media.fitting import Size, covering_size, fit_picture
+from mmtrain.data.media.image_grids import Size, covering_size, fit_picture
 from mmtrain.data.media.image_headers import (
     SWAPS_SIDES,
     fast_image_size,

@@ -9,8 +9,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from mmtrain.data.media.fitting import Size
-from mmtrain.data.media.image_grids import Grid, MediumItems
+from mmtrain.data.media.image_grids import Grid, MediumItems, Size
 from mmtrain.data.media.images import (
     CellArray,
     Float32Array,

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from PIL import Image
 
-from mmtrain.data.media.fitting import Size, fit_picture
+from mmtrain.data.media.image_grids import Size, fit_picture
 from mmtrain.data.media.media_bytes import BadMediaError, Media
 from mmtrain.data.media.media_errors import media_errors, open_container
 from mmtrain.data.optional_packages import require_package

@@ -6,8 +6,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from mmtrain.families.family import Family
-from mmtrain.families.tiny import MEDIA_TOKENS, PAD_TOKEN, TINY_TOKENS, TINY_VOCAB_SIZE, TURN_END_TOKEN
+from mmtrain.families.family import MEDIA_TOKENS, PAD_TOKEN, TINY_TOKENS, TINY_VOCAB_SIZE, TURN_END_TOKEN, Family
 from mmtrain.recipe.settings.modalities import MODALITIES, MediaKind
 
 # ChatML; a part of a content that is no text becomes the token of its medium.

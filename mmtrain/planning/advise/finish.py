@@ -11,7 +11,6 @@ from mmtrain.costs import RankMemory, num_parameters
 from mmtrain.costs.hardware import ELEMENT_BYTES, GIB
 from mmtrain.models.shapes.model_shape import UnitShape, unit_offload
 from mmtrain.planning.advise.why_slower import explain_measured_slower, explain_slower
-from mmtrain.planning.artifact.data_drift import summarize_data
 from mmtrain.planning.artifact.plan import (
     AS_FAST_TEXT,
     Alternative,
@@ -22,6 +21,7 @@ from mmtrain.planning.artifact.plan import (
     StageBalance,
     UnitPlan,
 )
+from mmtrain.planning.artifact.plan_change import summarize_data
 from mmtrain.planning.colocated.encoder_order import scheduling_efficiency
 from mmtrain.planning.evaluate.evaluator import Evaluator
 from mmtrain.planning.layer_costs.layer_costs import FloatArray, LayerCosts

@@ -288,12 +288,3 @@ def marginal_cost(seconds: Callable[[TokenLoad], float], load: TokenLoad) -> Mar
     if linear <= 0:
         linear = max(scaled(1, 1) - quadratic * load.sum_sq, 0.0) / load.tokens
     return MarginalCost(linear, quadratic)
-
-
-def average_cost(seconds: Callable[[TokenLoad], float], load: TokenLoad) -> MarginalCost:
-    """Return the whole time of a load, divided between its pairs (what doubling them adds) and its tokens (the rest).
-
-    It is exact at that load, fixed costs included, while `marginal_cost` says what another token would add.
-    """
-    once, with_twice_the_pairs = seconds(load), seconds(replace(load, sum_sq=2 * load.sum_sq))
-    return MarginalCost((2 * once - with_twice_the_pairs) / load.tokens, (with_twice_the_pairs - once) / load.sum_sq)

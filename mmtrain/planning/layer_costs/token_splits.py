@@ -3,8 +3,8 @@
 from collections import Counter
 
 from mmtrain.costs import ComputeKind, TokenLoad, TokenSplit
+from mmtrain.costs.context_parallel_costs import sequence_parallel_seconds
 from mmtrain.costs.cost_model import LayerWork
-from mmtrain.costs.sequence_parallel_costs import sequence_parallel_seconds
 from mmtrain.planning.layer_costs.layer_costs import LayerCosts, SpSizes, TpChunks
 from mmtrain.planning.space.problem import PlanningProblem
 from mmtrain.planning.space.sample_batches import BatchSplit, UnitSplit

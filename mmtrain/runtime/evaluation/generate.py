@@ -35,11 +35,10 @@ from mmtrain.recipe import Recipe
 from mmtrain.recipe.settings.modalities import GENERATOR
 from mmtrain.runtime.execution.activity import Activity
 from mmtrain.runtime.execution.broker import Broker
-from mmtrain.runtime.execution.channel_probe import probe_channels
 from mmtrain.runtime.execution.checkpointing import shard_spec
 from mmtrain.runtime.execution.executor import Executor, StepInput
 from mmtrain.runtime.execution.precision import compute_dtype, precision_on_device
-from mmtrain.runtime.execution.process_groups import Transport, build_groups
+from mmtrain.runtime.execution.process_groups import Transport, build_groups, probe_channels
 from mmtrain.runtime.execution.rank_context import (
     RankContext,
     build_units,

@@ -7,6 +7,7 @@ they go. The deadlock test (`program.verify.deadlock`) therefore holds for one c
 NCCL makes a communicator when a group is first used, and then blocks the rank until every other member uses it too. Two
 ranks that start with different groups would wait for each other forever, so communicators are made here, before any
 action runs, and in the order of their creation, which is the same on all ranks.
+Every channel is probed before training, so that a broken connection is named at once and not an hour later.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,10 +31,16 @@ from mmtrain.runtime.world import World
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import ProcessGroupNCCL
+import contextlib
+from collections.abc import Iterator
+from datetime import timedelta
+
+from mmtrain.errors import LaunchError
 
 # Thread blocks of a channel's kernels. A receive occupies them while it waits, beside the layers that compute, and a
 # message between two ranks needs few. Groups of collectives keep NCCL's default of up to 32. Not measured yet.
 MAX_CHANNEL_THREAD_BLOCKS = 8
+CHANNEL_PROBE_TIMEOUT = timedelta(seconds=60)
 
 
 @dataclass(frozen=True)
@@ -265,3 +272,51 @@ def _tied_pairs(graph: StageGraph) -> list[list[int]]:
     """Return the ranks that hold the same shard of a matrix that the LLM's first and last stage both hold."""
     ends = [graph.stage(stage_id).tp_groups for stage_id in shared_embedding_stages(graph)]
     return [list(pair) for tp_groups in zip(*ends, strict=True) for pair in zip(*tp_groups, strict=True)]
+
+
+def probe_channels(groups: ProcessGroups, world: World, activity: Activity | None = None) -> None:
+    """Send one number over every channel of this rank, in the order of their creation, which all ranks share.
+
+    A backend may block a rank at its first message of a channel until the other end has come too. In the order of the
+    program, in which receives are posted ahead, ranks would then wait for each other in a cycle.
+
+    Raises LaunchError naming the edge and the peer that did not answer.
+    """
+    activity = activity or Activity()
+    pending: list[tuple[dist.Work, torch.Tensor, Channel]] = []
+    for channel, group in groups.channels.items():
+        number = torch.full((1,), float(world.rank), device=world.device)
+        activity.connect(channel_text(channel))
+        with _failure_named(channel, world.rank):
+            work = _post(number, channel, group, world.rank)
+        pending.append((work, number, channel))
+    for work, number, channel in pending:
+        activity.connect(channel_text(channel))
+        with _failure_named(channel, world.rank):
+            work.wait(CHANNEL_PROBE_TIMEOUT)
+        edge, _, sender, receiver = channel
+        if world.rank == receiver and int(number) != sender:
+            raise LaunchError(
+                f"rank {receiver} expected rank {sender} on edge {edge}, but rank {int(number)} answered; "
+                "start the job again"
+            )
+
+
+def _post(number: torch.Tensor, channel: Channel, group: dist.ProcessGroup, rank: int) -> dist.Work:
+    _, _, sender, receiver = channel
+    work = dist.isend(number, receiver, group=group) if rank == sender else dist.irecv(number, sender, group=group)
+    assert work is not None
+    return work
+
+
+@contextlib.contextmanager
+def _failure_named(channel: Channel, rank: int) -> Iterator[None]:
+    edge, payload, sender, receiver = channel
+    peer = receiver if rank == sender else sender
+    try:
+        yield
+    except RuntimeError as error:
+        raise LaunchError(
+            f"rank {rank} cannot reach rank {peer} for {payload}s over edge {edge}: "
+            f"{str(error).splitlines()[0]}. Check firewalls and the network interface between their machines"
+        ) from error

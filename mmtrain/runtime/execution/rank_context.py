@@ -39,12 +39,11 @@ from mmtrain.recipe import Recipe
 from mmtrain.recipe.settings.modalities import GENERATOR
 from mmtrain.runtime.execution.activity import BUILDING, Activity
 from mmtrain.runtime.execution.broker import Broker
-from mmtrain.runtime.execution.channel_probe import probe_channels
 from mmtrain.runtime.execution.executor import Executor, StepInput, StepOutcome
 from mmtrain.runtime.execution.fault_points import FaultPoints
 from mmtrain.runtime.execution.optimizer import Optimizer, UnitOptimizer
 from mmtrain.runtime.execution.precision import compute_dtype
-from mmtrain.runtime.execution.process_groups import ProcessGroups, Transport, build_groups
+from mmtrain.runtime.execution.process_groups import ProcessGroups, Transport, build_groups, probe_channels
 from mmtrain.runtime.execution.recorder import StepRecorder, clock_for
 from mmtrain.runtime.execution.unit import ShardedUnitRunner, UnitRunner
 from mmtrain.runtime.execution.unit_inputs import SharedReplica, host_inputs, loss_scales, map_tensors

@@ -22,8 +22,8 @@ from mmtrain.program import Recv, Send, action_to_text
 from mmtrain.runtime.execution.activity import Activity
 from mmtrain.runtime.rendezvous import ranks_text
 from mmtrain.runtime.resilience.signals import stopped_early_text
+from mmtrain.runtime.run_folder import read_run_state, write_run_state
 from mmtrain.runtime.run_owner import FolderClaim
-from mmtrain.runtime.run_state import read_run_state, write_run_state
 from mmtrain.runtime.world import Address
 
 FAILURES_FOLDER = "failures"

@@ -1,5 +1,9 @@
-"""Start the ranks of a run on this machine, pass stop signals on to them, and end them together."""
+"""Start the ranks of a run on this machine, pass stop signals on to them, and end them together.
 
+Ranks whose launcher is gone stop: nobody would end or restart them, and a new start of the run would find them alive.
+"""
+
+import contextlib
 import gc
 import multiprocessing as mp
 import os
@@ -10,12 +14,13 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from typing import Self
 
 import torch
 
@@ -29,7 +34,6 @@ from mmtrain.errors import (
 )
 from mmtrain.runtime.resilience.failures import is_lost_peer
 from mmtrain.runtime.resilience.lost_output import ignore_lost_output
-from mmtrain.runtime.resilience.orphans import stop_orphan
 from mmtrain.runtime.resilience.signals import STOP_SIGNALS, SignalPipe, stopped_early_text
 from mmtrain.runtime.world import Address, forget_launcher
 from mmtrain.system_errors import system_errors_named
@@ -40,6 +44,7 @@ PEER_STOP_GRACE_S = 5.0  # the same, after a peer has stopped and saved
 # Below those that Linux gives to connections, of which a run opens many while its ranks have yet to meet.
 _PORTS = range(20_000, 32_768)
 _MAX_PORTS_TRIED = 100
+LAUNCHER_POLL_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -225,3 +230,45 @@ def free_port() -> int:
         f"no port to meet at: {_MAX_PORTS_TRIED} of the ports {_PORTS.start} to {_PORTS.stop - 1} are taken; end what "
         "listens there, or start the ranks with torchrun --master-port"
     )
+
+
+class LauncherMonitor:
+    """Sends this process SIGTERM when the process that started it has ended, so that the run saves and stops.
+
+    It runs in a thread, and notices that the parent of this process changed. The system's own notice of a parent's
+    death (PR_SET_PDEATHSIG) must be asked for before the parent dies, and is lost when the parent's thread ends.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank, self._launcher_pid = rank, os.getppid()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="mmtrain-launcher", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._closed.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._closed.wait(LAUNCHER_POLL_S):
+            if os.getppid() != self._launcher_pid:
+                stop_orphan(self._rank)
+                return
+
+
+def stop_orphan(rank: int) -> None:
+    """Make this rank, whose launcher is gone, save and stop as after SIGTERM; so do the others with it."""
+    with contextlib.suppress(OSError):  # the reader of this output may be gone too
+        print(f"mmtrain: rank {rank}: its launcher is gone; stopping after this step, then saving", file=sys.stderr)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def has_watching_launcher(address: Address, env: Mapping[str, str] = os.environ) -> bool:
+    """Return whether this rank's parent stays as long as the run: torchrun's agent, or SLURM's step daemon.
+
+    Anyone else may set torchrun's variables, start ranks in the background and leave.
+    """
+    return address.launcher == "slurm" or (address.launcher == "torchrun" and "TORCHELASTIC_RUN_ID" in env)

@@ -27,7 +27,7 @@ from mmtrain.runtime.resilience.failures import (
     write_failure,
 )
 from mmtrain.runtime.resilience.signals import stopped_early_text
-from mmtrain.runtime.run_state import write_run_state
+from mmtrain.runtime.run_folder import write_run_state
 from mmtrain.runtime.world import World
 
 _HEARTBEATS_KEY = "heartbeats of rank"

@@ -14,8 +14,7 @@ from mmtrain.errors import RankDied, RunError
 from mmtrain.runtime.resilience.failures import explain_failures, read_failures
 from mmtrain.runtime.resilience.folder_lock import FolderKeeper, may_be_owned
 from mmtrain.runtime.resilience.launch import launch_local
-from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, RECIPE_FILE
-from mmtrain.runtime.run_state import read_run_state, write_run_state
+from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, RECIPE_FILE, read_run_state, write_run_state
 from mmtrain.runtime.training.standby_plans import standby_plan_path
 from mmtrain.runtime.training.train_request import TrainRequest
 from mmtrain.runtime.world import Address

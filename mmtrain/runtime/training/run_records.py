@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mmtrain.report import TrainingProgress
-from mmtrain.runtime.run_state import RUN_STATE_FILE, RunStatus, write_run_state
+from mmtrain.runtime.run_folder import RUN_STATE_FILE, RunStatus, write_run_state
 
 
 class RunRecords:

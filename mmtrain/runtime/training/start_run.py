@@ -24,8 +24,8 @@ from mmtrain.families import read_model_folder
 from mmtrain.models.kernels.choice import KernelChoice, describe_kernels
 from mmtrain.models.optim.parameter_specs import MOMENTS
 from mmtrain.planning.artifact.balancing_targets import derive_step_targets
-from mmtrain.planning.artifact.data_drift import describe_data_drift
 from mmtrain.planning.artifact.plan import Plan
+from mmtrain.planning.artifact.plan_change import describe_data_drift
 from mmtrain.recipe import Recipe, dump_recipe
 from mmtrain.recipe.settings.base import POSITION_KEY, select_for_saving
 from mmtrain.runtime.execution.attention_choice import AttentionChoice
@@ -39,10 +39,12 @@ from mmtrain.runtime.run_folder import (
     CHECKPOINTS_FOLDER,
     QUARANTINE_FILE,
     RECIPE_FILE,
+    RUN_STATE_FILE,
     SKIPPED_STEPS_FILE,
+    read_run_state,
+    write_run_state,
 )
 from mmtrain.runtime.run_owner import FolderClaim
-from mmtrain.runtime.run_state import RUN_STATE_FILE, read_run_state, write_run_state
 from mmtrain.runtime.training.choose_plan import ChosenPlan
 from mmtrain.runtime.training.go_back import go_back, read_skipped_positions
 from mmtrain.runtime.training.hooks.guards import COURSE_STATE

@@ -14,10 +14,9 @@ from mmtrain.runtime.execution.activity import AWAITING_PLAN, PLANNING
 from mmtrain.runtime.execution.precision import set_determinism
 from mmtrain.runtime.execution.process_groups import release_groups
 from mmtrain.runtime.resilience.failures import lost_peers_named
-from mmtrain.runtime.resilience.launch import free_port
-from mmtrain.runtime.resilience.orphans import LauncherMonitor, has_watching_launcher
+from mmtrain.runtime.resilience.launch import LauncherMonitor, free_port, has_watching_launcher
 from mmtrain.runtime.resilience.signals import StopSignalListener
-from mmtrain.runtime.run_state import read_run_state
+from mmtrain.runtime.run_folder import read_run_state
 from mmtrain.runtime.training.choose_plan import ChosenPlan, choose_plan
 from mmtrain.runtime.training.local_restarts import launch_with_restarts
 from mmtrain.runtime.training.open_loop import open_loop
