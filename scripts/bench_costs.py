@@ -45,7 +45,8 @@ from mmtrain.planning import Plan
 from mmtrain.planning.artifact.balancing_targets import derive_step_targets
 from mmtrain.planning.artifact.plan_change import plan_layout
 from mmtrain.planning.evaluate.simulate_plan import simulate_plan
-from mmtrain.planning.planner import plan_recipe
+from mmtrain.planning.formulate import formulate_problem
+from mmtrain.planning.planner import plan as search_plan
 from mmtrain.planning.space.constraints import sizes_to_measure
 from mmtrain.recipe import Recipe, load_recipe, recipe_fingerprint
 from mmtrain.report.comparison import RunTrace, comparison_rows, comparison_text, critical_path_rows
@@ -197,12 +198,14 @@ def run(case: str, recipe: Recipe, folder: Path, options: argparse.Namespace, ge
     """Plan the case, train some steps, and compare; `gemm_s`: what a GEMM took around the profile."""
     num_ranks = NUM_RANKS.get(case, RANKS)
     lengths = build_index(recipe).lengths
-    chosen = plan_recipe(
-        recipe,
-        lengths,
-        world_size=num_ranks,
-        hardware="cpu-core",
-        recipe_sha256=recipe_fingerprint(recipe),
+    chosen = search_plan(
+        formulate_problem(
+            recipe,
+            lengths,
+            world_size=num_ranks,
+            hardware="cpu-core",
+            recipe_sha256=recipe_fingerprint(recipe),
+        )
     )
     trace_file, memory_file = folder / "trace.json", folder / "memory.json"
     launch_local(num_ranks, partial(run_rank, recipe, chosen, options.steps, trace_file, memory_file))

@@ -21,7 +21,8 @@ from mmtrain.data.synthetic.demo import generate_demo
 from mmtrain.data.synthetic.digits import prepare_digits
 from mmtrain.errors import PlanError
 from mmtrain.planning import Plan
-from mmtrain.planning.planner import plan_recipe
+from mmtrain.planning.formulate import formulate_problem
+from mmtrain.planning.planner import plan as search_plan
 from mmtrain.planning.space.constraints import sizes_to_measure
 from mmtrain.planning.space.problem import PlanRequest
 from mmtrain.recipe import Recipe, recipe_fingerprint
@@ -126,13 +127,15 @@ def every_plan(settings: Recipe, lengths: SampleLengths) -> list[Plan]:
             parallel = settings.parallel.model_copy(update={"placement": placement})
             restricted = settings.model_copy(update={"parallel": parallel})
             try:
-                plan_recipe(
-                    restricted,
-                    lengths,
-                    world_size=RANKS,
-                    hardware="cpu-core",
-                    recipe_sha256=recipe_fingerprint(restricted),
-                    request=PlanRequest(num_alternatives=1_000, measure=as_predicted),
+                search_plan(
+                    formulate_problem(
+                        restricted,
+                        lengths,
+                        world_size=RANKS,
+                        hardware="cpu-core",
+                        recipe_sha256=recipe_fingerprint(restricted),
+                        request=PlanRequest(num_alternatives=1_000, measure=as_predicted),
+                    )
                 )
             except PlanError as error:
                 print(f"  {placement}: {str(error).splitlines()[0]}")

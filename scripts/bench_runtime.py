@@ -19,7 +19,8 @@ from typing import Any
 from mmtrain.api.local_cluster import resolve_cluster
 from mmtrain.data import BatchBuilder, GroupStream, build_index
 from mmtrain.planning.artifact.plan import Plan
-from mmtrain.planning.planner import plan_recipe
+from mmtrain.planning.formulate import formulate_problem
+from mmtrain.planning.planner import plan as search_plan
 from mmtrain.recipe import Recipe, load_recipe, recipe_fingerprint
 from mmtrain.runtime.execution.optimizer import Optimizer
 from mmtrain.runtime.execution.rank_context import build_rank_context
@@ -66,7 +67,11 @@ def main() -> None:
     recipe = load_recipe(options.recipe, options.set).recipe
     ranks, hardware = resolve_cluster(recipe)
     lengths = build_index(recipe).lengths
-    chosen = plan_recipe(recipe, lengths, world_size=ranks, hardware=hardware, recipe_sha256=recipe_fingerprint(recipe))
+    chosen = search_plan(
+        formulate_problem(
+            recipe, lengths, world_size=ranks, hardware=hardware, recipe_sha256=recipe_fingerprint(recipe)
+        )
+    )
     report.line(f"{chosen.placement} plan")
     report.line()
     report.targets()

@@ -7,7 +7,6 @@ Read `plan` first. `formulate.py` builds its problem, `strategies.py` lists how 
 import math
 from collections.abc import Mapping
 
-from mmtrain.balance import SampleLengths
 from mmtrain.costs.hardware import GIB
 from mmtrain.errors import PlanError
 from mmtrain.planning.advise.baselines import BaselinePlanner, baseline_label, reject_baseline
@@ -18,36 +17,13 @@ from mmtrain.planning.advise.suggestions import suggest_changes
 from mmtrain.planning.artifact.plan import AS_FAST_RATIO, Alternative, Placement, Plan
 from mmtrain.planning.evaluate.evaluator import Evaluator, verify_program
 from mmtrain.planning.evaluate.lower_bounds import describe_excluded
-from mmtrain.planning.formulate import formulate_problem, require_feasible
+from mmtrain.planning.formulate import require_feasible
 from mmtrain.planning.search.mesh_enumeration import unit_mesh_sizes
 from mmtrain.planning.search.strategies import run_strategies
 from mmtrain.planning.search.variants import has_faster_plan, variants_of, with_activations_again
 from mmtrain.planning.space.budget import DEFAULT_BUDGET, SearchBudget
 from mmtrain.planning.space.candidate import EQUAL_STEP_TIME_RATIO, Candidate, Rejected, SearchResults
 from mmtrain.planning.space.problem import PlanningProblem, PlanRequest
-from mmtrain.recipe.settings.schema import Recipe
-
-
-def plan_recipe(
-    recipe: Recipe,
-    lengths: SampleLengths,
-    *,
-    world_size: int,
-    hardware: str,
-    recipe_sha256: str,
-    request: PlanRequest | None = None,
-) -> Plan:
-    """Choose the fastest plan that uses `world_size` ranks of `hardware` (a preset's name) and fits their memory.
-
-    With `parallel.max_gpus` the plan may use fewer ranks.
-
-    Raises:
-        PlanError: constraints contradict each other or the cluster, or nothing fits into memory.
-    """
-    problem = formulate_problem(
-        recipe, lengths, world_size=world_size, hardware=hardware, recipe_sha256=recipe_sha256, request=request
-    )
-    return plan(problem)
 
 
 def plan(problem: PlanningProblem, *, budget: SearchBudget = DEFAULT_BUDGET) -> Plan:

@@ -18,7 +18,8 @@ from mmtrain.costs.hardware import GIB
 from mmtrain.data.loading.batch_builder import StepData
 from mmtrain.errors import MmtrainError
 from mmtrain.planning.artifact.plan import Plan
-from mmtrain.planning.planner import plan_recipe
+from mmtrain.planning.formulate import formulate_problem
+from mmtrain.planning.planner import plan as search_plan
 from mmtrain.recipe import recipe_fingerprint
 from mmtrain.runtime.execution.input_arena import copier_for
 from mmtrain.runtime.execution.rank_context import RankContext, build_rank_context
@@ -109,7 +110,9 @@ def _measure(case: BenchCase, result: CaseResult, with_kernels: bool, trace: Pat
     samples = SyntheticSamples(recipe, sizes)
     result.hardware = detect_hardware()
     fingerprint = recipe_fingerprint(recipe)
-    plan = plan_recipe(recipe, samples.lengths, world_size=1, hardware=result.hardware, recipe_sha256=fingerprint)
+    plan = search_plan(
+        formulate_problem(recipe, samples.lengths, world_size=1, hardware=result.hardware, recipe_sha256=fingerprint)
+    )
     result.predicted_step_s = plan.predicted.step_time_s
     result.predicted_gib = predicted_allocation_gib(plan.predicted)
     result.recomputed_layers = {unit: part.num_recomputed for unit, part in plan.units.items()}

@@ -9,9 +9,9 @@ from mmtrain.cli.plan_arguments import parse_layout
 from mmtrain.errors import PlanError, UserError
 from mmtrain.planning import Plan
 from mmtrain.planning.advise.why_slower import with_compared
-from mmtrain.planning.planner import plan_recipe
 from mmtrain.recipe import Recipe
 from tests.planning.factory import lengths, recipe
+from tests.plans import plan_recipe
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ import torch
 from mmtrain.checkpoint import Checkpoint, open_newest_good
 from mmtrain.checkpoint.tensor_pieces import ShardSpec
 from mmtrain.errors import MmtrainError
-from mmtrain.planning.planner import plan_recipe as planner
 from mmtrain.planning.whatif import plan_again
 from mmtrain.recipe import load_recipe
 from mmtrain.report import read_metrics
@@ -21,6 +20,7 @@ from mmtrain.runtime.training.train import start_training, train_rank
 from mmtrain.runtime.training.train_request import TrainRequest
 from mmtrain.runtime.world import Address
 from tests.distributed import fork_ranks
+from tests.plans import plan_recipe as planner
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "demo.yaml"
 NUM_STEPS, SAVE_EVERY = 6, 2

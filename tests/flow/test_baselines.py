@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from mmtrain.planning import load_plan
-from mmtrain.planning.planner import plan_recipe
 from mmtrain.planning.space.problem import PlanRequest
 from tests.flow.cases import NUM_PLANNED, lengths, recipe
 from tests.flow.equality import assert_equals_one_process
+from tests.plans import plan_recipe
 
 
 @pytest.mark.parametrize(("rule", "placement"), [("megatron", "unified"), ("flops", "disaggregated")])

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from mmtrain.planning import Plan
-from mmtrain.planning.planner import plan_recipe
 from mmtrain.planning.whatif import plan_again
 from mmtrain.program import Backward
 from mmtrain.recipe import load_recipe
@@ -17,6 +16,7 @@ from mmtrain.runtime.training.train_request import TrainRequest
 from tests.faults import FailAt
 from tests.flow.drawing import DIT, UNET, recipe, write_samples
 from tests.flow.runs import assert_same_end, launch
+from tests.plans import plan_recipe
 
 NUM_STEPS = 4
 # name -> (generator, ranks, settings)

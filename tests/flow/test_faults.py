@@ -17,7 +17,6 @@ import torch
 from mmtrain.checkpoint import Checkpoint, find, open_newest_good
 from mmtrain.checkpoint.verify_files import read_manifest
 from mmtrain.planning.artifact.plan import Plan
-from mmtrain.planning.planner import plan_recipe
 from mmtrain.program import Action, Backward, Dispatch, Forward
 from mmtrain.report import read_metrics
 from mmtrain.runtime.resilience.failures import read_failures, stacks_path
@@ -36,6 +35,7 @@ from tests.flow.runs import (
     run_all,
     tensors,
 )
+from tests.plans import plan_recipe
 
 # The fixture of the unbroken run, and settings: each unit on a rank of its own, or all units on both ranks.
 DISAGGREGATED, SHARDED = ("unbroken", ()), ("unbroken_replicated", REPLICATED)

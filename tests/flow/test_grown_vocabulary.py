@@ -14,7 +14,6 @@ from mmtrain.checkpoint import open_newest_good
 from mmtrain.data import build_index, load_tokenizer
 from mmtrain.families import FAMILIES
 from mmtrain.families.family import TINY_VOCAB_SIZE
-from mmtrain.planning.planner import plan_recipe as planner
 from mmtrain.planning.whatif import plan_again
 from mmtrain.recipe import LoadedRecipe, load_recipe
 from mmtrain.report import read_metrics
@@ -26,6 +25,7 @@ from tests.distributed import RanksFailed
 from tests.faults import FailAt
 from tests.flow.runs import assert_same_end, refuse, run_all
 from tests.forked_command import run_forked
+from tests.plans import plan_recipe as planner
 
 NUM_TOKENS = TINY_VOCAB_SIZE + 70  # more than pad the vocabulary of a tiny model
 NUM_STEPS = 4

@@ -19,7 +19,6 @@ from mmtrain.families import FAMILIES
 from mmtrain.models.megatron import ParallelGroups
 from mmtrain.models.shapes.model_shape import build_model_shape
 from mmtrain.planning.artifact.plan import StagePlan, UnitPlan
-from mmtrain.planning.planner import plan_recipe as planner
 from mmtrain.planning.whatif import plan_again
 from mmtrain.recipe import Recipe, load_recipe
 from mmtrain.report import read_metrics
@@ -33,6 +32,7 @@ from mmtrain.weights.tiny_model import write_tiny_model
 from tests.data.archives import movie
 from tests.flow.runs import refuse, run_all
 from tests.pixels import normalized
+from tests.plans import plan_recipe as planner
 from tests.weights.onevision_processor import ComposedProcessor
 from tests.weights.test_tiny_model import messages_of
 

@@ -6,11 +6,11 @@ import pytest
 
 from mmtrain.data import build_index
 from mmtrain.errors import UserError
-from mmtrain.planning.planner import plan_recipe
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.profiling.measure_plans import measure_step, measure_step_times
 from tests.distributed import fork_ranks
 from tests.flow.runs import request_for
+from tests.plans import plan_recipe
 
 
 def _recipe(data: Path, placement: str) -> Recipe:

@@ -7,7 +7,6 @@ import pytest
 from tokenizers import Tokenizer
 
 from mmtrain.data.synthetic.demo import train_tokenizer
-from mmtrain.planning.planner import plan_recipe as planner
 from mmtrain.planning.whatif import plan_again
 from mmtrain.recipe import load_recipe
 from mmtrain.recipe.settings.modalities import AUDIO
@@ -16,6 +15,7 @@ from mmtrain.runtime.run_folder import QUARANTINE_FILE
 from mmtrain.runtime.training.train_request import TrainRequest
 from tests.data.archives import movie, png, tar, wav
 from tests.flow.runs import run_all
+from tests.plans import plan_recipe as planner
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "media_files.yaml"
 SMALL = [

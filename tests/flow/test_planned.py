@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from mmtrain.planning.planner import plan_recipe
 from tests.flow.cases import AUDIO, FINE, NUM_PLANNED, lengths, recipe
 from tests.flow.equality import assert_equals_one_process
+from tests.plans import plan_recipe
 
 TWO_RANKS = {"parallel__llm__pp": 2, "parallel__vision__pp": 1}
 SLOW = "each replica of an encoder owns one of two microbatches"

@@ -17,7 +17,6 @@ from mmtrain.data import BatchBuilder, build_index
 from mmtrain.families import FAMILIES
 from mmtrain.models.optim.parameter_specs import NamedShard
 from mmtrain.planning import Plan
-from mmtrain.planning.planner import plan_recipe as planner
 from mmtrain.planning.whatif import plan_again
 from mmtrain.recipe import Recipe
 from mmtrain.report import read_metrics
@@ -30,6 +29,7 @@ from tests.distributed import run_ranks
 from tests.flow.gather import copy, whole
 from tests.flow.runs import refuse, run_all
 from tests.flow.tiny_families import TINY_FAMILIES, TinyFamily, load_tiny_recipe
+from tests.plans import plan_recipe as planner
 from tests.tiers import mostly_long
 from tests.weights.comparison import assert_equal_gradients
 

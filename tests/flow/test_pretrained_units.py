@@ -9,7 +9,6 @@ import torch
 
 from mmtrain.checkpoint import open_newest_good
 from mmtrain.families import FAMILIES
-from mmtrain.planning.planner import plan_recipe as planner
 from mmtrain.planning.whatif import plan_again
 from mmtrain.recipe import load_recipe
 from mmtrain.report import read_metrics
@@ -19,6 +18,7 @@ from mmtrain.weights import export_folder
 from mmtrain.weights.tiny_model import write_tiny_model
 from tests.flow.runs import refuse, run_all
 from tests.models.factory import randomize
+from tests.plans import plan_recipe as planner
 from tests.weights.pretrained import clip, qwen2, save
 
 TINY_VOCAB = 512  # of the tokenizers of tiny models

@@ -18,7 +18,6 @@ from mmtrain.models.shapes.model_shape import build_model_shape
 from mmtrain.planning import Plan, load_plan
 from mmtrain.planning.artifact.plan_change import present_step_s
 from mmtrain.planning.artifact.plan_memory import DeviceMemory
-from mmtrain.planning.planner import plan_recipe
 from mmtrain.program import Action
 from mmtrain.recipe import Recipe, recipe_fingerprint
 from mmtrain.report import read_metrics
@@ -38,6 +37,7 @@ from mmtrain.runtime.training.train_request import TrainRequest
 from mmtrain.runtime.world import Address, World, join, leave, limit_threads
 from tests.distributed import RanksFailed, fork_ranks
 from tests.flow.runs import request_for, run_one_rank
+from tests.plans import plan_recipe
 from tests.waiting import MAX_WAIT_S
 
 pytestmark = pytest.mark.slow

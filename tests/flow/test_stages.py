@@ -11,7 +11,6 @@ from unittest.mock import patch
 import pytest
 
 from mmtrain.api.stage_runs import stage_runs
-from mmtrain.planning.planner import plan_recipe as planner
 from mmtrain.planning.whatif import plan_again
 from mmtrain.recipe import read_recipe
 from mmtrain.runtime.resilience.launch import free_port
@@ -22,6 +21,7 @@ from tests.faults import FailAt
 from tests.flow.launchers import torchrun_command
 from tests.flow.runs import RECIPE, SMALL, assert_same_end, launch
 from tests.forked_command import run_forked
+from tests.plans import plan_recipe as planner
 
 STAGES = """
 extends: {base}

@@ -9,12 +9,12 @@ from torch import Tensor
 from mmtrain.models.build_stage import StageOptions, build_stage
 from mmtrain.models.megatron import ParallelGroups
 from mmtrain.models.shapes.layer_shape import BLOCK_PIECES
-from mmtrain.models.stage.generation import stage_logits
 from mmtrain.models.stage.piecewise import run_block_pieces
 from mmtrain.models.stage.stage_inputs import EncoderInput, TextInput
 from mmtrain.models.stage.stage_module import StageModule, StageSpec
 from mmtrain.recipe.settings.model_settings import ModelSettings
 from tests.models.factory import CPU, DEEPSTACK, gradients, images, randomize, settings, shape_of, stage, text
+from tests.models.whole_tensors import stage_logits
 
 IMAGES = ((4, 6), (2, 2), (6, 4))  # 6 + 1 + 6 features
 PLACES = (1, 2, 3, 4, 5, 6, 13, 22, 23, 24, 25, 26, 27)

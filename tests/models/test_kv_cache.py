@@ -10,12 +10,13 @@ import torch.distributed as dist
 from mmtrain.models.attention import Spans
 from mmtrain.models.attention.kv_cache import KVCache
 from mmtrain.models.megatron import ParallelGroups
-from mmtrain.models.stage.generation import next_tokens, stage_logits
+from mmtrain.models.stage.generation import next_tokens
 from mmtrain.models.stage.stage_inputs import TextInput
 from mmtrain.models.stage.stage_module import StageModule
 from mmtrain.recipe.settings.model_settings import ModelSettings
 from tests.distributed import run_ranks
 from tests.models.factory import DEEPSTACK, settings, stage
+from tests.models.whole_tensors import stage_logits
 
 LIMIT, NUM_NEW = 83, 9  # ids from 83 up are padding of the vocabulary
 ENDS = {64, 33, 30, 16}  # any of these ends an answer

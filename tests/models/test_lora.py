@@ -14,11 +14,12 @@ from mmtrain.costs.layer_arithmetic import unit_flops
 from mmtrain.costs.rank_memory import layer_state
 from mmtrain.errors import RecipeError
 from mmtrain.models.megatron import ParallelGroups
-from mmtrain.models.optim.parameter_specs import ParamSpec, join_tp_shards, stage_param_specs
+from mmtrain.models.optim.parameter_specs import ParamSpec, stage_param_specs
 from mmtrain.models.shapes.freezing import parameter_names
 from mmtrain.models.stage.stage_module import StageModule
 from tests.distributed import run_ranks
 from tests.models.factory import images, settings, shape_of, stage, text
+from tests.models.whole_tensors import join_tp_shards
 
 EVERYWHERE: dict[str, Any] = {"rank": 4, "alpha": 12, "targets": ("*",)}
 PLACES = (1, 2, 3, 4, 9, 10, 11, 12, 13, 20)

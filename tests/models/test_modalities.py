@@ -22,7 +22,6 @@ from mmtrain.models.shapes.model_shape import build_model_shape
 from mmtrain.models.stage.stage_inputs import EncoderInput
 from mmtrain.models.stage.stage_module import ENCODER_MODULES, EncoderModules, StageSpec
 from mmtrain.models.stage.vision_layers import VisionContext
-from mmtrain.planning.planner import plan_recipe
 from mmtrain.recipe import Recipe, recipe_fingerprint
 from mmtrain.recipe.checks.cross_checks import CHECKS
 from mmtrain.recipe.checks.encoder_checks import ENCODER_CHECKS
@@ -33,6 +32,7 @@ from mmtrain.recipe.settings.modalities import GENERATOR, MODALITIES, Modality
 from mmtrain.recipe.settings.model_settings import ModelSettings
 from mmtrain.recipe.settings.parallel_settings import ParallelSettings, UnitParallel
 from mmtrain.runtime.profiling.probes import ITEM_SIZES, ItemSizes, make_probes
+from tests.plans import plan_recipe
 
 FEATURES = 10
 

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 
 from mmtrain.models.megatron import ParallelGroups
 from mmtrain.models.shapes.model_shape import padded_vocab
-from mmtrain.models.stage.generation import stage_logits
 from tests.distributed import run_ranks
 from tests.models.factory import gradients, randomize, settings, stage, text
+from tests.models.whole_tensors import stage_logits
 
 VOCAB = 70  # padded to 128: on 4 ranks the third holds 6 rows of the vocabulary, the fourth none
 HIDDEN = 48

@@ -9,14 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmtrain.models.optim import parameter_specs
-from mmtrain.models.optim.parameter_specs import (
-    ParamSpec,
-    initialize_parameters,
-    join_tp_shards,
-    stage_param_specs,
-    tp_shard,
-)
+from mmtrain.models.optim.parameter_specs import ParamSpec, initialize_parameters, stage_param_specs, tp_shard
 from tests.models.factory import settings, stage
+from tests.models.whole_tensors import join_tp_shards
 
 GATED = ParamSpec("llm.layers.1.mlp.linear_fc1.weight", (2, 8, 3), 1)
 

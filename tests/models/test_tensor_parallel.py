@@ -9,11 +9,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mmtrain.models.megatron import ParallelGroups
-from mmtrain.models.optim.parameter_specs import ParamSpec, join_tp_shards, stage_param_specs
-from mmtrain.models.stage.generation import stage_logits
+from mmtrain.models.optim.parameter_specs import ParamSpec, stage_param_specs
 from mmtrain.recipe.settings.model_settings import ModelSettings
 from tests.distributed import run_ranks
 from tests.models.factory import POOLED, SCALED, WINDOWED, gradients, images, settings, stage, text
+from tests.models.whole_tensors import join_tp_shards, stage_logits
 
 TP = 2
 VARIANTS = {

@@ -14,12 +14,12 @@ from mmtrain.models.shapes.model_shape import build_model_shape
 from mmtrain.planning import Plan, stage_graph
 from mmtrain.planning.artifact.balancing_targets import derive_step_targets, marginal_cost, typical_loads
 from mmtrain.planning.artifact.plan import SchedulePlan
-from mmtrain.planning.planner import plan_recipe
 from mmtrain.program import build_1f1b
 from mmtrain.program.ir.serialize import action_to_text
 from mmtrain.recipe.settings.schema import Recipe
 from tests.planning.factory import lengths, recipe
 from tests.planning.test_three_units import heard, speech
+from tests.plans import plan_recipe
 
 UNITS = {"vision", "llm"}
 

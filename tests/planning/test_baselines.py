@@ -26,13 +26,14 @@ from mmtrain.planning.layer_costs.layer_costs import FORWARD
 from mmtrain.planning.layer_costs.layer_partition import FloatArray, LayerChain, chunk_seconds
 from mmtrain.planning.planner import plan
 from mmtrain.planning.search.best_first_search import best_first_search
-from mmtrain.planning.search.mesh_enumeration import bounded_mesh_assignments, mesh_assignments
+from mmtrain.planning.search.mesh_enumeration import bounded_mesh_assignments
 from mmtrain.planning.space.candidate import EQUAL_STEP_TIME_RATIO, Candidate, SearchResults
 from mmtrain.planning.space.problem import PlanningProblem, PlanRequest
 from mmtrain.planning.space.sample_batches import UnitSplit
 from mmtrain.program import build_program
 from mmtrain.recipe.settings.schema import Recipe
 from tests.planning.factory import VISION, evaluator_for, problem_for, recipe, simulated, with_memory
+from tests.plans import mesh_assignments
 
 SMALL: dict[str, Any] = {"llm": {"layers": 2}, "vision": {"layers": 1, "hidden": 96, "heads": 4, "ffn": 256}}
 

@@ -7,10 +7,10 @@ import pytest
 
 from mmtrain.errors import PlanError
 from mmtrain.planning import Plan
-from mmtrain.planning.planner import plan_recipe
-from mmtrain.planning.search.mesh_enumeration import bounded_mesh_assignments, mesh_assignments
+from mmtrain.planning.search.mesh_enumeration import bounded_mesh_assignments
 from tests.planning.exhaustive import Instance, all_candidates, everything, fastest_found
 from tests.planning.factory import VISION, evaluator_for, lengths, problem_for, recipe
+from tests.plans import mesh_assignments, plan_recipe
 
 DEEP: dict[str, Any] = {**VISION, "layers": 8, "hidden": 256, "ffn": 1024}
 OWN: dict[str, Any] = {"tp": 1, "pp": 2, "dp": 1}

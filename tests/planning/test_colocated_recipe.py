@@ -29,7 +29,6 @@ from mmtrain.planning.evaluate.layout_simulation import SampledBatchTiming, mode
 from mmtrain.planning.formulate import formulate_problem
 from mmtrain.planning.layer_costs.layer_costs import LayerCosts
 from mmtrain.planning.layer_costs.layer_partition import layout_graph
-from mmtrain.planning.planner import plan_recipe
 from mmtrain.planning.space.candidate import Candidate
 from mmtrain.planning.space.sample_batches import batch_split_of
 from mmtrain.program import Fill, ScheduleKind, build_program
@@ -38,6 +37,7 @@ from mmtrain.program.simulation.simulate import simulate
 from mmtrain.recipe.settings.schema import Recipe
 from mmtrain.report import plan_table
 from tests.planning.factory import VISION, evaluator_for, layer_costs_for, lengths, recipe, simulated, with_memory
+from tests.plans import plan_recipe
 
 MACHINE = machine_for(recipe(), "cpu-core")
 

@@ -15,8 +15,6 @@ from mmtrain.planning.evaluate.evaluator import Evaluator
 from mmtrain.planning.evaluate.layout_simulation import model_timing, scheduled_graph, simulate_layout
 from mmtrain.planning.formulate import formulate_problem
 from mmtrain.planning.layer_costs.layer_partition import anchored_partition, layer_chains, partitioned_layout
-from mmtrain.planning.planner import plan_recipe
-from mmtrain.planning.search.mesh_enumeration import mesh_assignments
 from mmtrain.planning.space.budget import DEFAULT_BUDGET
 from mmtrain.planning.space.candidate import MeshAssignment
 from mmtrain.planning.space.constraints import unit_choices
@@ -25,6 +23,7 @@ from mmtrain.program.ir.graph import LLM, Microbatch
 from mmtrain.recipe.settings.schema import Recipe
 from mmtrain.report.plan_view import plan_table
 from tests.planning.factory import lengths, recipe
+from tests.plans import mesh_assignments, plan_recipe
 
 LONG = 65_536
 

@@ -7,8 +7,8 @@ import pytest
 from mmtrain.balance import ItemLengths, SampleLengths
 from mmtrain.planning import Plan
 from mmtrain.planning.artifact.plan_change import describe_data_drift
-from mmtrain.planning.planner import plan_recipe
 from tests.planning.factory import lengths, recipe
+from tests.plans import plan_recipe
 
 
 @pytest.fixture(scope="module")

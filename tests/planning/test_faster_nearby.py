@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 
 from mmtrain.planning.evaluate.evaluator import Evaluator
-from mmtrain.planning.planner import plan_recipe
 from mmtrain.planning.search.strategies import run_strategies
 from mmtrain.planning.space.budget import QUICK_BUDGET
 from mmtrain.planning.space.candidate import SearchResults
 from mmtrain.planning.space.problem import PlanRequest
 from mmtrain.planning.whatif import describe_faster_nearby
 from tests.planning.factory import lengths, problem_for, recipe
+from tests.plans import plan_recipe
 
 
 @pytest.mark.parametrize(

@@ -18,12 +18,12 @@ from mmtrain.planning.artifact.balancing_targets import derive_step_targets
 from mmtrain.planning.evaluate.evaluator import Evaluator
 from mmtrain.planning.evaluate.layout_simulation import model_timing, simulate_first_batch
 from mmtrain.planning.formulate import formulate_problem
-from mmtrain.planning.planner import plan_recipe
 from mmtrain.planning.space.problem import PlanRequest
 from mmtrain.program import Backward, Forward, build_program, simulate, step_loads
 from mmtrain.recipe.settings.generator_settings import GeneratorSettings
 from mmtrain.recipe.settings.schema import Recipe
 from tests.planning.factory import UNET, recipe, with_generator
+from tests.plans import plan_recipe
 
 DIT: dict[str, Any] = {
     "kind": "dit", "widths": (64,), "heads": (4,), "layers": 4, "patch": 2, "context_width": 24, "context_tokens": 8,

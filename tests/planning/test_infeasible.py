@@ -14,11 +14,10 @@ from mmtrain.models.shapes.model_shape import build_model_shape
 from mmtrain.planning import Plan
 from mmtrain.planning.advise.infeasible import explain_infeasible, has_meshes, nearest_rank_counts
 from mmtrain.planning.artifact.plan import Placement
-from mmtrain.planning.planner import plan_recipe
-from mmtrain.planning.search.mesh_enumeration import mesh_assignments
 from mmtrain.planning.space.constraints import UnitChoices, unit_choices
 from mmtrain.recipe.settings.schema import Recipe
 from tests.planning.factory import VISION, lengths, recipe
+from tests.plans import mesh_assignments, plan_recipe
 
 PLACEMENTS: tuple[Placement, ...] = ("unified", "disaggregated", "colocated")
 

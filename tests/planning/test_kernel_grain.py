@@ -13,11 +13,11 @@ from mmtrain.costs.cost_table import LayerEntry, LayerSample, MessageEntry, Time
 from mmtrain.models.shapes.model_shape import LayerShape, build_model_shape
 from mmtrain.planning.artifact.plan import Plan
 from mmtrain.planning.artifact.plan_graph import stage_graph
-from mmtrain.planning.planner import plan_recipe
 from mmtrain.program import Fill, build_program
 from mmtrain.program.ir.graph import LLM
 from mmtrain.recipe.settings.schema import Recipe
 from tests.planning.factory import VISION, lengths, recipe
+from tests.plans import plan_recipe
 
 COLLECTIVE_S = 5e-3  # of a link so slow that gaps are longer than an encoder's pieces
 SETTINGS = recipe(

@@ -7,11 +7,11 @@ import pytest
 
 from mmtrain.planning.layer_costs.layer_costs import LayerCosts
 from mmtrain.planning.layer_costs.layer_partition import layout_graph
-from mmtrain.planning.search.mesh_enumeration import mesh_assignments
 from mmtrain.planning.space.budget import DEFAULT_BUDGET
 from mmtrain.planning.space.sample_batches import UnitSplit, batch_split_of
 from mmtrain.program.schedules.builder import in_flight_microbatches
 from tests.planning import factory
+from tests.plans import mesh_assignments
 
 SPLIT = (UnitSplit("vision", 1, 8), UnitSplit("llm", 1, 8))
 SURPLUS = DEFAULT_BUDGET.sampling.unsampled_load_ratio

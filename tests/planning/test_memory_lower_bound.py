@@ -7,12 +7,13 @@ import pytest
 
 from mmtrain.planning.evaluate.lower_bounds import UnitMemoryBound
 from mmtrain.planning.layer_costs.layer_partition import layer_chains, layout_graph, partitioned_layout
-from mmtrain.planning.search.mesh_enumeration import in_flight_behind, mesh_assignments
+from mmtrain.planning.search.mesh_enumeration import in_flight_behind
 from mmtrain.planning.space.candidate import MeshAssignment
 from mmtrain.program.ir.graph import LLM, StageId
 from mmtrain.program.schedules.builder import in_flight_microbatches
 from tests.planning.exhaustive import everything, random_instance
 from tests.planning.factory import VISION, evaluator_for, recipe
+from tests.plans import mesh_assignments
 
 CASES: dict[str, dict[str, Any]] = {
     "deep": {"llm": {"layers": 7}, "global_batch": 16},

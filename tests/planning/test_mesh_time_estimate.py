@@ -7,9 +7,9 @@ import pytest
 
 from mmtrain.planning.evaluate.evaluator import Evaluator
 from mmtrain.planning.evaluate.mesh_time_estimate import balanced_seconds
-from mmtrain.planning.search.mesh_enumeration import mesh_assignments
 from mmtrain.planning.space.candidate import UnitTimeBound
 from tests.planning.factory import evaluator_for, recipe, with_memory
+from tests.plans import mesh_assignments
 
 MIB = 2**20
 

@@ -13,11 +13,11 @@ from mmtrain.models.shapes.model_shape import build_model_shape, unit_offload
 from mmtrain.planning.artifact.plan import Plan
 from mmtrain.planning.artifact.plan_graph import planned_shape, stage_graph
 from mmtrain.planning.artifact.plan_memory import DeviceMemory, plan_memory, prove_memory
-from mmtrain.planning.planner import plan_recipe
 from mmtrain.program import build_program
 from mmtrain.recipe.settings.schema import Recipe
 from mmtrain.report.plan_view import plan_table
 from tests.planning.factory import recipe
+from tests.plans import plan_recipe
 
 LLM = {"layers": 16, "hidden": 256, "heads": 4, "ffn": 640}
 LONG = np.full(64, 16000)  # tokens of each sample

@@ -1,8 +1,8 @@
 """Plans of padded baselines: the padding costs time and memory, and no metric counts it as work."""
 
 from mmtrain.planning import Plan
-from mmtrain.planning.planner import plan_recipe
 from tests.planning.factory import recipe, text_lengths
+from tests.plans import plan_recipe
 
 
 def planned(pad: bool) -> Plan:

@@ -9,8 +9,8 @@ import pytest
 from mmtrain.errors import PlanError
 from mmtrain.planning import Plan, load_plan, require_match
 from mmtrain.planning.artifact.plan_files import ranks_to_start
-from mmtrain.planning.planner import plan_recipe
 from tests.planning.factory import lengths, recipe
+from tests.plans import plan_recipe
 
 
 @pytest.fixture(scope="module")

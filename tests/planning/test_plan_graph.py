@@ -11,11 +11,11 @@ from mmtrain.planning.artifact.layout import Layout, MeshSize, split_tp_group, u
 from mmtrain.planning.artifact.plan import StagePlan, UnitPlan
 from mmtrain.planning.artifact.plan_graph import build_stage_graph
 from mmtrain.planning.layer_costs.layer_partition import layer_chains, layout_graph, partitioned_layout
-from mmtrain.planning.search.mesh_enumeration import mesh_assignments
 from mmtrain.program import build_program, peak_in_flight_by_stage
 from mmtrain.program.ir.graph import StageGraph, StageId
 from mmtrain.program.schedules.builder import in_flight_microbatches
 from tests.planning.factory import layer_costs_for, recipe
+from tests.plans import mesh_assignments
 
 LAYER_COSTS, CHOICES = layer_costs_for(recipe())
 ASSIGNMENTS = [s for world_size in (1, 2, 3, 4, 5, 6, 8) for s in mesh_assignments(CHOICES, world_size)]

@@ -10,12 +10,12 @@ from mmtrain.models.shapes.model_shape import build_model_shape
 from mmtrain.planning import Plan
 from mmtrain.planning.artifact.plan_graph import stage_graph
 from mmtrain.planning.artifact.plan_memory import DeviceMemory, plan_memory, prove_memory
-from mmtrain.planning.planner import plan_recipe
 from mmtrain.program.verify.deadlock import MIN_SEND_WINDOW
 from mmtrain.recipe.settings.schema import Recipe
 from mmtrain.runtime.execution.rank_context import build_rank_context
 from mmtrain.runtime.world import World
 from tests.planning.factory import evaluator_for, lengths, recipe
+from tests.plans import plan_recipe
 
 PLACEMENTS = ("unified", "disaggregated", "colocated")
 

@@ -26,7 +26,7 @@ from mmtrain.planning.evaluate.evaluator import Evaluator
 from mmtrain.planning.evaluate.layout_simulation import model_timing, simulate_first_batch
 from mmtrain.planning.formulate import formulate_problem
 from mmtrain.planning.layer_costs.layer_costs import LayerCosts
-from mmtrain.planning.planner import plan, plan_recipe
+from mmtrain.planning.planner import plan
 from mmtrain.planning.search.replicated import ReplicatedStrategy
 from mmtrain.planning.space.budget import DEFAULT_BUDGET
 from mmtrain.planning.space.problem import PlanRequest
@@ -34,6 +34,7 @@ from mmtrain.planning.space.sample_batches import batch_split_of
 from mmtrain.program import build_program, simulate
 from mmtrain.recipe import Recipe
 from tests.planning import factory
+from tests.plans import plan_recipe
 
 
 @given(st.lists(st.tuples(*[st.floats(0, 9)] * 3), min_size=1, max_size=6), st.floats(0, 1))

@@ -7,8 +7,8 @@ import pytest
 
 from mmtrain.errors import PlanError
 from mmtrain.planning import Plan
-from mmtrain.planning.planner import plan_recipe
 from tests.planning import factory
+from tests.plans import plan_recipe
 
 NUM_RANKS = 4
 AGAIN: dict[str, Any] = {unit: {"recompute": "all"} for unit in ("llm", "vision")}

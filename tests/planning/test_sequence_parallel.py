@@ -11,14 +11,13 @@ from mmtrain.planning.evaluate.evaluator import Evaluator
 from mmtrain.planning.evaluate.layout_simulation import model_timing
 from mmtrain.planning.layer_costs.layer_partition import layout_graph, partitioned_layout
 from mmtrain.planning.layer_costs.token_splits import choose_sequence_parallelism
-from mmtrain.planning.planner import plan_recipe
-from mmtrain.planning.search.mesh_enumeration import mesh_assignments
 from mmtrain.planning.space.sample_batches import batch_split_of
 from mmtrain.program.ir.actions import Send
 from mmtrain.program.ir.graph import Microbatch
 from tests.planning.exhaustive import least_step, random_instance, squeezed
 from tests.planning.factory import anchor_layout, evaluator_for, lengths, problem_for, recipe, simulated
 from tests.planning.test_search import holds
+from tests.plans import mesh_assignments, plan_recipe
 
 KEEPING_ALL: dict[str, Any] = {"recompute": "none", "recompute_activation_function": False}
 

@@ -7,8 +7,8 @@ import pytest
 
 from mmtrain.errors import PlanError
 from mmtrain.planning import Plan
-from mmtrain.planning.planner import plan_recipe
 from tests.planning.factory import lengths, recipe
+from tests.plans import plan_recipe
 
 
 def planned(world_size: int, memory_gib: float | None = None, moments: str = "fp32", **parallel: Any) -> Plan:

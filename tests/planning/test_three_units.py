@@ -9,11 +9,11 @@ from mmtrain.balance import ItemLengths, SampleLengths
 from mmtrain.errors import PlanError
 from mmtrain.models.shapes.model_shape import build_model_shape
 from mmtrain.planning import Plan, stage_graph
-from mmtrain.planning.planner import plan_recipe
 from mmtrain.planning.space.problem import PlanRequest
 from mmtrain.program import build_program
 from mmtrain.recipe.settings.schema import Recipe
 from tests.planning.factory import VISION, heard, lengths, recipe, speech
+from tests.plans import plan_recipe
 
 
 def planned(settings: Recipe, world_size: int) -> Plan:

@@ -9,9 +9,8 @@ from mmtrain.planning import Plan
 from mmtrain.planning.evaluate.evaluator import Evaluator
 from mmtrain.planning.layer_costs.layer_costs import LayerCosts
 from mmtrain.planning.layer_costs.token_splits import CHUNK_COUNTS, choose_tp_chunks, with_token_splits
-from mmtrain.planning.planner import plan_recipe
-from mmtrain.planning.search.mesh_enumeration import mesh_assignments
 from tests.planning.factory import anchor_layout, lengths, problem_for, recipe, simulated
+from tests.plans import mesh_assignments, plan_recipe
 
 WIDE = {"hidden": 8192, "heads": 64, "ffn": 32768}
 AUTO = {"llm": {"tp_overlap": "auto"}}

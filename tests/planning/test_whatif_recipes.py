@@ -9,13 +9,14 @@ from mmtrain.errors import PlanError
 from mmtrain.planning import Plan
 from mmtrain.planning.advise.baselines import BaselinePlanner
 from mmtrain.planning.formulate import formulate_problem
-from mmtrain.planning.planner import plan_recipe, search_placements
+from mmtrain.planning.planner import search_placements
 from mmtrain.planning.space.budget import DEFAULT_BUDGET
 from mmtrain.planning.space.problem import PlanRequest
 from mmtrain.recipe import load_recipe, recipe_fingerprint
 from mmtrain.recipe.settings.schema import Recipe
 from scripts.paper_tables import ALL_TABLES, PaperRow, PlanRun, all_runs
 from scripts.papers import ours_of
+from tests.plans import plan_recipe
 
 FOLDER = Path(__file__).parents[2] / "recipes/whatif"
 # Not planned here: 3,072 ranks, and 16 replicas that share sequences, take minutes where other work is going on.

@@ -9,13 +9,13 @@ import pytest
 
 from mmtrain.planning import Plan
 from mmtrain.planning.evaluate.simulate_plan import simulate_plan
-from mmtrain.planning.planner import plan_recipe
 from mmtrain.program import Timeline
 from mmtrain.program.trace.measured_timeline import MeasuredStep, run_trace
 from mmtrain.report import StepMetrics, TimeSplit
 from mmtrain.report.comparison import RunTrace, comparison_rows
 from mmtrain.report.report_contents import ReportContents
 from tests.planning import factory
+from tests.plans import plan_recipe
 
 
 @pytest.fixture(scope="package")

@@ -3,7 +3,6 @@
 import pytest
 
 from mmtrain.planning import Plan
-from mmtrain.planning.planner import plan_recipe
 from mmtrain.planning.whatif import with_text_only
 from mmtrain.recipe.settings.parallel_settings import ClusterSettings
 from mmtrain.report.html import html_page
@@ -12,6 +11,7 @@ from mmtrain.report.run_cost import RunCost
 from mmtrain.report.runlog import run_summary
 from mmtrain.report.terminal import report_text
 from tests.planning.factory import lengths, recipe
+from tests.plans import plan_recipe
 
 
 @pytest.fixture(scope="module")

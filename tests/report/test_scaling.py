@@ -5,10 +5,10 @@ from functools import cache
 import pytest
 
 from mmtrain.planning import Plan
-from mmtrain.planning.planner import plan_recipe
 from mmtrain.planning.space.problem import PlanRequest
 from mmtrain.report.scaling import ScalingPoint, scaling_json, scaling_rows, scaling_table, scaling_verdict
 from tests.planning.factory import lengths, recipe
+from tests.plans import plan_recipe
 
 
 @cache

@@ -10,11 +10,11 @@ import psutil
 import pytest
 
 from mmtrain.planning.artifact.plan import Plan
-from mmtrain.planning.planner import plan_recipe
 from mmtrain.runtime.training.background_planning import PLANNING_PROCESS_MODULE, BackgroundPlanning, PlanningOutcome
 from mmtrain.runtime.training.planning_process import PLANNING_NICENESS
 from tests.distributed import RanksFailed, fork_ranks
 from tests.planning.factory import lengths, recipe
+from tests.plans import plan_recipe
 from tests.runtime.background_planners import end_at_once, fail, plan_for_ever, refuse
 from tests.waiting import MAX_WAIT_S, poll
 

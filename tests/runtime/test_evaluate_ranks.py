@@ -18,7 +18,6 @@ from mmtrain.balance import SampleLengths
 from mmtrain.checkpoint import open_newest_good
 from mmtrain.errors import MmtrainError
 from mmtrain.planning import Plan
-from mmtrain.planning.planner import plan_recipe as planner
 from mmtrain.recipe import Recipe, load_recipe, recipe_fingerprint
 from mmtrain.report import EvaluationResult
 from mmtrain.runtime.evaluation.drawn_files import DRAWN_FOLDER
@@ -36,6 +35,7 @@ from tests.flow.cases import Mesh, plan
 from tests.flow.drawing import DIT, UNET, recipe, write_samples
 from tests.flow.runs import refuse
 from tests.pixels import undecodable_png
+from tests.plans import plan_recipe as planner
 from tests.runtime.models import CPU, evaluated, randomize, run_folder, whole
 from tests.runtime.taught import Taught, asking
 

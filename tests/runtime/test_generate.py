@@ -23,7 +23,6 @@ from mmtrain.data.synthetic.demo import train_tokenizer
 from mmtrain.data.text.greedy_settings import GreedySettings
 from mmtrain.errors import CheckpointError
 from mmtrain.models.megatron import ParallelGroups
-from mmtrain.models.stage.generation import stage_logits
 from mmtrain.models.stage.stage_inputs import EncoderInput, TextInput
 from mmtrain.planning.artifact.plan import UnitPlan
 from mmtrain.recipe import Recipe
@@ -36,6 +35,7 @@ from tests.data.archives import load_log_mels
 from tests.distributed import run_ranks
 from tests.flow.cases import Mesh, plan
 from tests.flow.runs import refuse
+from tests.models.whole_tensors import stage_logits
 from tests.pixels import normalized
 from tests.runtime.models import CPU, randomize, recipe, save_in_halves, whole
 

@@ -14,7 +14,6 @@ from mmtrain.costs.cost_table import CostTable, LayerEntry, layer_fields, layer_
 from mmtrain.data import build_index
 from mmtrain.models.megatron import ParallelGroups
 from mmtrain.models.shapes.model_shape import build_model_shape
-from mmtrain.planning.planner import plan_recipe
 from mmtrain.planning.space.constraints import sizes_to_measure
 from mmtrain.program import LLM
 from mmtrain.recipe import Recipe
@@ -30,6 +29,7 @@ from mmtrain.runtime.profiling.profile import ProfileRequest, profile
 from mmtrain.runtime.world import World
 from tests.distributed import fork_ranks, run_ranks
 from tests.planning.factory import UNET, recipe, with_generator
+from tests.plans import plan_recipe
 
 DIT: dict[str, Any] = {
     "kind": "dit", "widths": (16,), "heads": (2,), "layers": 2, "patch": 2, "context_width": 24, "context_tokens": 8,

@@ -16,7 +16,6 @@ from mmtrain.errors import PlanError
 from mmtrain.machine_limits import MachineLimits
 from mmtrain.planning import Plan
 from mmtrain.planning.artifact.plan_memory import DeviceMemory
-from mmtrain.planning.planner import plan_recipe
 from mmtrain.recipe import Recipe, recipe_fingerprint
 from mmtrain.runtime.resilience import out_of_memory
 from mmtrain.runtime.run_folder import PLAN_FILE
@@ -27,6 +26,7 @@ from mmtrain.runtime.training.standby_plans import save_standby_plan
 from mmtrain.runtime.training.switch_plan import switch_plan
 from mmtrain.runtime.world import World
 from tests.planning.factory import lengths, recipe
+from tests.plans import plan_recipe
 from tests.runtime.background_planners import give
 
 SETTINGS = recipe(parallel={"placement": "unified"}, seq_len=4096)

@@ -15,7 +15,6 @@ from mmtrain.models.megatron import ParallelGroups
 from mmtrain.models.shapes.layer_shape import BLOCK_PIECES
 from mmtrain.models.shapes.model_shape import build_model_shape
 from mmtrain.models.stage.stage_inputs import TextInput
-from mmtrain.planning.planner import plan_recipe
 from mmtrain.planning.space.constraints import sizes_to_measure
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.profiling.cut_profiler import ProfiledUnit, _Passes, seconds_of_a_stop
@@ -25,6 +24,7 @@ from mmtrain.runtime.profiling.profile import ProfileRequest, _measure_cut, empt
 from mmtrain.runtime.world import World
 from tests.distributed import fork_ranks
 from tests.planning import factory
+from tests.plans import plan_recipe
 
 AUDIO = {"layers": 1, "hidden": 32, "heads": 2, "ffn": 64, "mel_bins": 16, "max_frames": 80, "downsample": 2}
 

@@ -11,7 +11,6 @@ import pytest
 from mmtrain.errors import RankDied, RunError
 from mmtrain.planning.artifact.plan import Plan
 from mmtrain.planning.artifact.plan_change import describe_plan_change
-from mmtrain.planning.planner import plan_recipe
 from mmtrain.runtime.training.hooks.elastic import STEPS_BEFORE_STANDBY_PLANNING, ResumeTime, StandbyPlanning
 from mmtrain.runtime.training.local_restarts import LossMonitor, find_usable_devices
 from mmtrain.runtime.training.run_records import RunRecords
@@ -23,6 +22,7 @@ from mmtrain.runtime.training.standby_plans import (
 )
 from mmtrain.runtime.training.step_hook import StepContext
 from tests.planning.factory import lengths, recipe
+from tests.plans import plan_recipe
 from tests.report.conftest import metrics
 from tests.runtime.background_planners import give, refuse
 from tests.waiting import poll

@@ -8,7 +8,6 @@ import pytest
 
 from mmtrain.costs.rank_memory import MEMORY_MARGIN
 from mmtrain.models.shapes.model_shape import build_model_shape
-from mmtrain.planning.planner import plan_recipe
 from mmtrain.recipe import recipe_fingerprint
 from scripts import bench_gpu
 from scripts.gpu.cases import MODELS, TOKENS, BenchCase, bench_cases
@@ -16,6 +15,7 @@ from scripts.gpu.findings import predicted_allocation_gib
 from scripts.gpu.kernel_profile import union_length
 from scripts.gpu.limited import Deadline, python_command, run_limited
 from scripts.gpu.synthetic import SIZES, SyntheticSamples
+from tests.plans import plan_recipe
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -16,13 +16,13 @@ from mmtrain.families.weight_layouts import ParameterSource, respell
 from mmtrain.models.build_stage import StageOptions, build_stage
 from mmtrain.models.megatron import ParallelGroups
 from mmtrain.models.shapes.model_shape import build_model_shape
-from mmtrain.models.stage.generation import stage_logits
 from mmtrain.models.stage.stage_inputs import TextInput
 from mmtrain.models.stage.stage_module import StageModule, StageSpec
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER
 from mmtrain.weights import PretrainedWeights, export_folder, open_pretrained
 from tests.models.factory import gradients
+from tests.models.whole_tensors import stage_logits
 from tests.runtime.models import run_folder
 from tests.weights.pretrained import PATCH, VOCAB, specs_of
 

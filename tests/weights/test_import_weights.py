@@ -12,12 +12,11 @@ from mmtrain.errors import RecipeError
 from mmtrain.families import FAMILIES
 from mmtrain.models.build_stage import StageOptions, build_stage
 from mmtrain.models.megatron import ParallelGroups
-from mmtrain.models.optim.parameter_specs import join_tp_shards
 from mmtrain.models.shapes.model_shape import build_model_shape
-from mmtrain.models.stage.generation import stage_logits
 from mmtrain.models.stage.stage_inputs import TextInput
 from mmtrain.models.stage.stage_module import StageSpec
 from mmtrain.weights import FolderTensors
+from tests.models.whole_tensors import join_tp_shards, stage_logits
 from tests.weights.comparison import assert_equal_gradients, full_gradients, pretrained_of, unit_stage
 from tests.weights.pretrained import VOCAB, gemma3_text, llama, mistral, qwen2, qwen3, recipe_from, save, specs_of
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mmtrain.models.stage.generation import stage_logits
 from mmtrain.models.stage.stage_module import StageModule
 from mmtrain.recipe import Recipe
 from mmtrain.recipe.settings.train_settings import LoraSettings
 from tests.cli.conftest import RunMmtrain, run_mmtrain
 from tests.models.factory import randomize, text
+from tests.models.whole_tensors import stage_logits
 from tests.runtime.models import run_folder
 from tests.weights.comparison import unit_stage
 from tests.weights.pretrained import VOCAB, llama, llava, qwen2, recipe_from, save

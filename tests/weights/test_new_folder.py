@@ -14,7 +14,6 @@ from mmtrain.data.synthetic.demo import generate_demo
 from mmtrain.errors import UserError
 from mmtrain.models.megatron import ParallelGroups
 from mmtrain.models.shapes.model_shape import build_model_shape
-from mmtrain.models.stage.generation import stage_logits
 from mmtrain.models.stage.stage_inputs import TextInput
 from mmtrain.planning.artifact.plan import StagePlan, UnitPlan
 from mmtrain.recipe import Recipe
@@ -24,6 +23,7 @@ from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER
 from mmtrain.runtime.world import World
 from mmtrain.weights import export_folder
 from mmtrain.weights.inspect_folder import inspect_folder
+from tests.models.whole_tensors import stage_logits
 from tests.runtime.models import CPU, randomize, recipe, run_folder, whole
 from tests.weights.onevision_processor import ComposedProcessor
 

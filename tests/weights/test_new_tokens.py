@@ -18,9 +18,8 @@ from mmtrain.data.synthetic.tiny_tokenizer import write_tiny_tokenizer
 from mmtrain.data.text.load_tokenizer import load_tokenizer
 from mmtrain.errors import DataError, RecipeError, UserError
 from mmtrain.families import FAMILIES
-from mmtrain.models.optim.parameter_specs import ParamSpec, join_tp_shards
+from mmtrain.models.optim.parameter_specs import ParamSpec
 from mmtrain.models.shapes.model_shape import build_model_shape
-from mmtrain.models.stage.generation import stage_logits
 from mmtrain.models.stage.stage_inputs import TextInput
 from mmtrain.models.stage.stage_module import StageModule
 from mmtrain.recipe import Recipe
@@ -30,6 +29,7 @@ from mmtrain.runtime.training.start_weights import introduce_start_weights
 from mmtrain.weights import RunWeights, export_adapter
 from tests.flow.cases import recipe as case_recipe
 from tests.models.factory import randomize, text
+from tests.models.whole_tensors import join_tp_shards, stage_logits
 from tests.runtime.models import run_folder
 from tests.weights.comparison import content, export_again, pretrained_of, unit_stage
 from tests.weights.pretrained import VOCAB, llama, llava, qwen2, qwen2_audio, qwen2_vl, recipe_from, save, specs_of

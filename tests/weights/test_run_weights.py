@@ -12,7 +12,6 @@ from mmtrain.models.build_stage import StageOptions, build_stage
 from mmtrain.models.megatron import ParallelGroups
 from mmtrain.models.optim.parameter_specs import stage_param_specs, tp_shard
 from mmtrain.models.shapes.model_shape import build_model_shape
-from mmtrain.models.stage.generation import stage_logits
 from mmtrain.models.stage.stage_module import StageModule, StageSpec
 from mmtrain.recipe import Recipe
 from mmtrain.recipe.settings.train_settings import LoraSettings
@@ -20,6 +19,7 @@ from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER
 from mmtrain.weights import RunWeights
 from tests.flow.cases import recipe as tiny_recipe
 from tests.models.factory import randomize, text
+from tests.models.whole_tensors import stage_logits
 from tests.runtime.models import run_folder
 
 LORA = LoraSettings(rank=4, alpha=12, targets=("llm.*.linear_*",))

@@ -7,7 +7,7 @@ each rank, so its full view is (2, ffn, hidden), split along dimension 1.
 
 import math
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -85,13 +85,6 @@ def tp_shard(full: Tensor, spec: ParamSpec, tp_rank: int, tp: int) -> Tensor:
     """Return the shard (a view) that rank `tp_rank` holds of a tensor in the full view."""
     assert tuple(full.shape) == spec.full_shape, f"{spec.name}: got {tuple(full.shape)}, need {spec.full_shape}"
     return full if spec.dim is None else full.chunk(tp, dim=spec.dim)[tp_rank]
-
-
-def join_tp_shards(shards: Sequence[Tensor], spec: ParamSpec) -> Tensor:
-    """Join the shards of all tensor-parallel ranks, in rank order, into the full view."""
-    if spec.dim is None:
-        return shards[0].reshape(spec.full_shape)
-    return torch.cat([shard.reshape(spec.local_shape(len(shards))) for shard in shards], dim=spec.dim)
 
 
 class ShapedModule(Protocol):

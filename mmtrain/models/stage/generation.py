@@ -12,16 +12,6 @@ from mmtrain.models.stage.stage_inputs import TextInput
 from mmtrain.models.stage.stage_module import StageModule
 
 
-def stage_logits(
-    stage: StageModule, hidden: Tensor | None, inputs: TextInput, features: Mapping[str, Tensor] | None = None
-) -> Tensor:
-    """Run a stage that ends with the head; return logits (T, padded vocabulary) and ignore the labels."""
-    context = stage.context(inputs, features or {})
-    assert isinstance(context, TextContext)
-    logits = stage.run_to_head(context, hidden, stage.indices, lambda head, rows: head.logits(rows))
-    return logits[: context.num_tokens]
-
-
 def next_tokens(
     stage: StageModule,
     hidden: Tensor | None,

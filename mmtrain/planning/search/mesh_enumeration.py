@@ -97,13 +97,6 @@ def has_pipelined_meshes(
     return bool(totals >> num_ranks & 1)
 
 
-def mesh_assignments(
-    choices: Choices, num_ranks: int, budget: MeshBudget = DEFAULT_BUDGET.meshes
-) -> Iterator[MeshAssignment]:
-    """List every mesh assignment that uses exactly `num_ranks` ranks."""
-    yield from (assignment for _, assignment in bounded_mesh_assignments(choices, num_ranks, None, budget))
-
-
 def bounded_mesh_assignments(
     choices: Choices,
     num_ranks: int,

@@ -1,0 +1,22 @@
+"""Plans for tests that need one, and not the command line."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from mmtrain.balance import SampleLengths
+from mmtrain.planning.artifact.plan import Plan
+from mmtrain.planning.formulate import formulate_problem
+from mmtrain.planning.planner import plan
+from mmtrain.planning.search.mesh_enumeration import Choices, bounded_mesh_assignments
+from mmtrain.planning.space.candidate import MeshAssignment
+from mmtrain.recipe import Recipe
+
+
+def plan_recipe(recipe: Recipe, lengths: SampleLengths, **arguments: Any) -> Plan:
+    """Search for the fastest plan of a recipe, as `mmtrain plan` does; `arguments` are those of `formulate_problem`."""
+    return plan(formulate_problem(recipe, lengths, **arguments))
+
+
+def mesh_assignments(choices: Choices, num_ranks: int) -> Iterator[MeshAssignment]:
+    """List every mesh assignment that uses exactly `num_ranks` ranks."""
+    return (assignment for _, assignment in bounded_mesh_assignments(choices, num_ranks))
