@@ -220,7 +220,7 @@ def test_one_rank_stands_for_all_in_the_simulation(dispatch: str, schedule: str)
     settings = factory.recipe(parallel=parallel, global_batch=32)
     problem = formulate_problem(settings, _lopsided(), world_size=16, hardware="h100-80g", recipe_sha256="x")
     evaluator = Evaluator(problem)
-    [candidate] = ReplicatedStrategy().search(problem, evaluator, DEFAULT_BUDGET, None).candidates
+    [candidate] = ReplicatedStrategy().search(evaluator, None).candidates
     graph, layer_costs = candidate.graph, evaluator.layer_costs
     loads = layer_costs.step_loads(batch_split_of(graph))[0]
     timing = model_timing(graph, layer_costs, loads, problem.hardware)

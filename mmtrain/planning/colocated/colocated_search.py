@@ -23,7 +23,6 @@ from mmtrain.planning.evaluate.evaluator import Evaluator
 from mmtrain.planning.evaluate.layout_simulation import busiest_rank
 from mmtrain.planning.layer_costs.layer_costs import BACKWARD, FORWARD, LayerCosts
 from mmtrain.planning.layer_costs.layer_partition import layout_graph
-from mmtrain.planning.space.budget import SearchBudget
 from mmtrain.planning.space.candidate import (
     EQUAL_STEP_TIME_RATIO,
     Candidate,
@@ -48,15 +47,10 @@ class ColocatedStrategy:
         return len(problem.cluster.rank_counts)
 
     def search(
-        self,
-        problem: PlanningProblem,
-        evaluator: Evaluator,
-        budget: SearchBudget,
-        incumbent: Candidate | None,
-        progress: Progress | None = None,
+        self, evaluator: Evaluator, incumbent: Candidate | None, progress: Progress | None = None
     ) -> SearchResults:
         """Search every number of ranks by itself; where losers are named, whatever other placements reach."""
-        counts = problem.cluster.rank_counts
+        counts = evaluator.problem.cluster.rank_counts
         of_counts = [
             search_colocated(evaluator, num_ranks, progress_of_part(progress, part, 1, len(counts)), incumbent)
             for part, num_ranks in enumerate(counts)

@@ -19,7 +19,6 @@ from mmtrain.planning.artifact.layout import MeshSize
 from mmtrain.planning.evaluate.evaluator import Evaluator
 from mmtrain.planning.layer_costs.layer_partition import layout_graph, partitioned_layout
 from mmtrain.planning.search.mesh_enumeration import has_replicated_mesh
-from mmtrain.planning.space.budget import SearchBudget
 from mmtrain.planning.space.candidate import Candidate, MeshAssignment, Rejected, SearchResults
 from mmtrain.planning.space.problem import PlanningProblem, Progress
 from mmtrain.planning.space.sample_batches import num_microbatches_of
@@ -35,18 +34,14 @@ class ReplicatedStrategy:
         return 1
 
     def search(
-        self,
-        problem: PlanningProblem,
-        evaluator: Evaluator,
-        budget: SearchBudget,
-        incumbent: Candidate | None,
-        progress: Progress | None = None,
+        self, evaluator: Evaluator, incumbent: Candidate | None, progress: Progress | None = None
     ) -> SearchResults:
         """Return simulated candidates, fastest first, and those that do not fit, the closest first.
 
         Raises:
             PlanError: the recipe asks for the placement with shards that do not divide the ranks.
         """
+        problem = evaluator.problem
         simulated: list[Candidate] = []
         rejected: list[Rejected] = []
         alternatives = enumerate_replicated(problem, evaluator)

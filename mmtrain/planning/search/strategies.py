@@ -28,12 +28,7 @@ class PlacementStrategy(Protocol):
         """Return how many searches `search` runs, each of which reports its own progress."""
 
     def search(
-        self,
-        problem: PlanningProblem,
-        evaluator: Evaluator,
-        budget: SearchBudget,
-        incumbent: Candidate | None,
-        progress: Progress | None = None,
+        self, evaluator: Evaluator, incumbent: Candidate | None, progress: Progress | None = None
     ) -> SearchResults:
         """Return simulated candidates, and why others lost.
 
@@ -51,19 +46,14 @@ class PipelinedStrategy:
         return 1
 
     def search(
-        self,
-        problem: PlanningProblem,
-        evaluator: Evaluator,
-        budget: SearchBudget,
-        incumbent: Candidate | None,
-        progress: Progress | None = None,
+        self, evaluator: Evaluator, incumbent: Candidate | None, progress: Progress | None = None
     ) -> SearchResults:
         """Allocate ranks to units in every way, and search the layer partitions of these, best first.
 
         Where no layout of `disaggregated` fits, ranks are allocated again, to meshes that should leave more room. Not
         so where the request limits the step time, which may be why none was found.
         """
-        request = problem.request
+        request, budget = evaluator.problem.request, evaluator.budget
         num_wanted = request.num_alternatives + 1
         if request.measure is not None:  # where the best sizes have few layer partitions, as many sizes are run
             num_wanted = max(num_wanted, request.num_measured)
@@ -99,7 +89,7 @@ def run_strategies(evaluator: Evaluator) -> SearchResults:
     results = SearchResults()
     for i, strategy in enumerate(strategies):
         progress = progress_of_part(problem.request.progress, sum(num_searches[:i]), num_searches[i], sum(num_searches))
-        of_strategy = strategy.search(problem, evaluator, evaluator.budget, results.best, progress)
+        of_strategy = strategy.search(evaluator, results.best, progress)
         results = results.merged(of_strategy)
     report_end = progress_of_part(problem.request.progress, 0, sum(num_searches), sum(num_searches))
     if report_end is not None:
