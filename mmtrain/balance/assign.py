@@ -38,11 +38,11 @@ def assign(
     neither at the end of a step nor inside it. Where `targets` describe a pipeline, `order_microbatches` then orders
     the microbatches in time. With `targets.reorder` off, groups go to replicas and microbatches in stream order.
 
-    Items follow in blocks. The n microbatches of an encoder and the m of the LLM form gcd(n, m) blocks, and the
-    encoder's microbatches of a block take exactly the items of the LLM's microbatches of that block in their replica
-    group. Where `targets` name several nodes, `place_items` then moves encoder batches between replicas of a group.
-    With `targets.dispatch` all replicas of an encoder share the items of a block, see `dispatch_items`, which takes
-    account of nodes too.
+    Items follow in blocks. The n microbatches of an encoder and the m of the LLM form gcd(n, m) blocks. In a replica
+    group, the encoder's microbatches of a block take exactly the items of the LLM's microbatches of that block. Where
+    `targets` name several nodes, `place_items` then moves encoder batches between replicas of a group. With
+    `targets.dispatch` all replicas of an encoder share the items of a block, see `dispatch_items`, which takes account
+    of nodes too.
     """
     groups_of_samples = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
     samples = np.concatenate(groups).astype(np.int64)  # groups of an evaluation may be empty

@@ -79,7 +79,8 @@ def split_sequences(
     """Split the sequences of a microbatch among `cp` ranks; `split` and `method` are those of the plan.
 
     `even` cuts every sequence. `auto` cuts the longest, one more at a time (more once there are many), until tokens and
-    attention work of the ranks differ by no more than `MAX_IMBALANCE`, else it takes the most even split that it saw.
+    attention work of the ranks differ by no more than `MAX_IMBALANCE`. If they never do, it takes the most even split
+    that it saw.
     """
     longest_first = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     if split == "even":

@@ -128,9 +128,9 @@ def sequence_parallel_seconds(
     """Return by how many seconds sequence parallelism lengthens forward and backward of `layer`; may be negative.
 
     Each all-reduce around GEMMs becomes a reduce-scatter and an all-gather (Korthikanti et al., arXiv 2205.05198).
-    What overlaps is what the runtime overlaps (`models.megatron.tp_linear`): in backward of a block's QKV and first
-    MLP linear the reduction runs beside the GEMM of the weight's gradient, with and without sequence parallelism,
-    and the input is gathered once more beside the GEMM of its gradient. All other gathers and reductions wait.
+    What overlaps is what the runtime overlaps (`models.megatron.tp_linear`): in backward of a block's QKV and first MLP
+    linear the reduction runs beside the GEMM of the weight's gradient, with and without sequence parallelism. The input
+    is gathered once more beside the GEMM of its gradient. All other gathers and reductions wait.
     Between blocks and layers that need all tokens there is one gather: in forward before a projector, in backward
     after an embedding.
     """

@@ -96,9 +96,9 @@ class Hardware:
     def efficiency_at(self, m: int, n: int, k: int) -> float:
         """Return the share of the peak that an (m, k) x (k, n) GEMM reaches: it saturates in each side.
 
-        A GPU computes the product tile by tile, all its multiprocessors at once. The last wave of tiles fills them
-        half on average (exactly how much depends on sizes that vary from microbatch to microbatch), and each tile
-        starts and ends with memory traffic that only a deep product hides.
+        A GPU computes the product tile by tile, all its multiprocessors at once. The last wave of tiles fills them half
+        on average; exactly how much depends on sizes that vary from microbatch to microbatch. Each tile starts and ends
+        with memory traffic that only a deep product hides.
         """
         half = self.half_efficiency_side
         depth = k / (k + half)

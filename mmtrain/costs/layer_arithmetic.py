@@ -401,9 +401,9 @@ def payload_bytes(layer: LayerShape, load: TokenLoad) -> int:
 def context_parallel_load(load: TokenLoad, cp: int) -> TokenLoad:
     """Return the load of each of `cp` ranks that share every sequence: an even part of tokens and query-key pairs.
 
-    All ranks have equally many pairs, whether each has some heads of all tokens (DeepSpeed Ulysses, arXiv 2309.14509),
-    or two pieces of a sequence at the same distance from its two ends, under a causal mask (Ring Attention, arXiv
-    2310.01889, as balanced in Megatron-core). All other costs follow from the share's tokens.
+    All ranks have equally many pairs. Each has some heads of all tokens (DeepSpeed Ulysses, arXiv 2309.14509), or two
+    pieces of a sequence at the same distance from its two ends (Ring Attention, arXiv 2310.01889, with a causal mask
+    balanced as in Megatron-core). All other costs follow from the share's tokens.
     """
     tokens, targets = -(-load.tokens // cp), None if load.targets is None else -(-load.targets // cp)
     return TokenLoad(tokens, -(-load.sum_sq // cp), -(-load.max_len // cp), load.num_sequences, targets, tokens)

@@ -224,8 +224,9 @@ def _state(count: int, num_trained: int, dp: int, size: StateBytes) -> tuple[flo
 def microbatch_activation_bytes(stage: HeldLayers, costs: CostModel, precision: Precision) -> int:
     """Return the bytes of activations that one microbatch keeps on the device between forward and backward.
 
-    A stage also keeps what came beside the hidden states, in the same message, features, a table of rotations, and the
-    hidden states, which the backward of its first layer starts from, also where the layer keeps them in host memory.
+    A stage also keeps features, a table of rotations, and what came beside the hidden states in the same message. It
+    keeps the hidden states themselves, since the backward of its first layer starts from them, even if that layer keeps
+    them in host memory.
     """
     first, _ = stage.runs[0]
     received = stage.read_feature_bytes
@@ -310,8 +311,9 @@ def feature_bytes(stage: HeldLayers, precision: Precision) -> int:
 def layer_working_bytes(held: RankLayer, load: TokenLoad, costs: CostModel, precision: Precision) -> int:
     """Return the bytes that a layer needs while it is computed.
 
-    In a backward these are gradients, less what it has freed by then, what is recomputed beyond the input, and the
-    gradient of a vocabulary matrix before it is added up, which is most of it where few tokens have a target. A
+    In a backward these are gradients, less what it has freed by then, and what is recomputed beyond the input. The
+    gradient of a vocabulary matrix before it is added up counts too; where few tokens have a target it is the largest
+    part. A
     layer without backward needs what its forward computes, and its input, which nothing else counts.
     What travels beside the hidden states is alive meanwhile, and so is in attention what ranks that share sequences
     exchange. Of blocks whose activations are in host memory, those of some are on the device meanwhile.

@@ -1,8 +1,8 @@
 """Which box of which tensor in a folder is which box of a parameter: the same data for reading and for writing.
 
 Boxes of a parameter lie in its *full view* (`models.parameter_specs`), which tensor parallelism splits along one
-dimension. Elements have the same row-major order in both boxes of a block, or that of the transposed matrix, so that a
-rank can read just its slice, and export can write the tensor from the parameter.
+dimension. Elements have the same row-major order in both boxes of a block, or that of the transposed matrix. So a rank
+can read just its slice, and export can write the tensor from the parameter.
 """
 
 import math

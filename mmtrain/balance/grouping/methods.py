@@ -141,8 +141,8 @@ class GroupingSettings(Protocol):
 class Grouping:
     """How samples become groups and steps.
 
-    With the method "device" the `global_batch` groups of a step come in rows of `row_size` near-equal groups, so that
-    replicas that run a row, or equal parts of it, side by side do not wait for each other. With "matched" they come in
+    With the method "device" the `global_batch` groups of a step come in rows of `row_size` near-equal groups. Replicas
+    that run a row side by side, or equal parts of it, then do not wait for each other. With "matched" they come in
     random order, and are made alike when the number of replicas is known (`regroup_step.match_step`).
     """
 

@@ -40,7 +40,7 @@ def random_order(
 
     The variance of a step in shuffled samples is that of what its samples have more of a load than is usual for their
     LLM tokens. If groups in random order would exceed it r times, a random share of 1 - 1/r of the groups is sorted and
-    dealt to the steps in turns, which takes away the variance of that share. Every group may still come into any step.
+    dealt to the steps in turns. That takes away the variance of this share. Every group may still come into any step.
     """
     order = rng.permutation(len(groups)).astype(np.int64)
     in_groups = groups.loads(tokens)

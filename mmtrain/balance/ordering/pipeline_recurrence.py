@@ -3,7 +3,7 @@
 An action ends at `duration + max(end of producer + delay of its message)` over everything that it waits for, and an
 action that waits for nothing ends after its duration. Which action waits for which does not depend on the durations,
 so it is worked out once. Actions are then numbered level by level, where a level holds those that wait for actions of
-earlier levels only, and numpy computes a whole level, for all sets of durations, in a few calls.
+earlier levels only. Numpy computes a whole level, for all sets of durations, in a few calls.
 
 Messages neither wait for each other nor for their receivers here; `program.simulate` has the whole truth.
 """

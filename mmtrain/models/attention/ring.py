@@ -1,8 +1,8 @@
 """Ring attention (arXiv 2310.01889): keys and values go round the ranks that share sequences.
 
-Every rank has an early and a late chunk of each sequence (zig-zag), so that all have equally much to compute in every
-step, and no block needs a mask but the causal one of a rank's own keys: of a rank before this one, all queries see the
-early chunk; of a rank behind it, the late queries see both chunks.
+Every rank has an early and a late chunk of each sequence (zig-zag), so all have the same work in every step. No block
+needs a mask but the causal one of a rank's own keys: all queries see the early chunk of a rank before this one, and the
+late queries see both chunks of a rank behind it.
 
 Blocks of keys give outputs with their log-sum-exp, by which they are put together.
 The kernels are torch's own, called below autograd, since only there they return the log-sum-exp and take that of all

@@ -38,9 +38,9 @@ class SpanKeys:
 class SequenceLayout:
     """Sequences that lie one after another: their lengths, and what attention derives from them.
 
-    All blocks of a stage that attend inside the same sequences share one layout, so that tensors are made, and copied
-    to the device, at the first block of a microbatch and not at each. Lengths are Python integers, so that no backend
-    has to wait for the device to know them.
+    All blocks of a stage that attend inside the same sequences share one layout. So tensors are made and copied to the
+    device at the first block of a microbatch and not at each. Lengths are Python integers, so that no backend has to
+    wait for the device to know them.
     """
 
     lengths: tuple[int, ...]  # tokens of each sequence

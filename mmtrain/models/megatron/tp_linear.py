@@ -1,7 +1,7 @@
 """The GEMM of a tensor-parallel linear, with the communication of its backward, and in chunks also of its forward.
 
-It takes the place of Megatron-core's function, which needs Apex to sum gradients of weights in fp32, adds a bias in a
-pass of its own, gives biases of frozen weights no gradient, and always computes the gradient of the input.
+It takes the place of Megatron-core's function. That one needs Apex to sum gradients of weights in fp32, adds a bias in
+a pass of its own, gives biases of frozen weights no gradient, and always computes the gradient of the input.
 
 With GEMMs in chunks of tokens, the collective of one chunk runs while its neighbour is computed (arXiv 2408.04275).
 Under sequence parallelism a chunk holds some tokens of every rank's shard, so its rows lie apart in the tensor of all

@@ -144,8 +144,8 @@ def initialize_shards(
 def _prefetch_neighbours(layers: Sequence[nn.Module]) -> None:
     """Gather the next layer's weights while a layer computes.
 
-    FSDP's own choice in the backward, the layer that ran before in the forward, differs between a rank that has work
-    and one that has none, and then they wait for each other for good.
+    In the backward FSDP itself chooses the layer that ran before in the forward. That differs between a rank that has
+    work and one that has none, and then they wait for each other forever.
     """
     for i, layer in enumerate(layers):
         layer.set_modules_to_forward_prefetch(layers[i + 1 : i + 2])  # type: ignore[operator]

@@ -312,8 +312,8 @@ def communicator_bytes(graph: StageGraph, machine: Hardware) -> Mapping[int, flo
 def count_communicators(graph: StageGraph) -> tuple[Counter[int], Counter[int]]:
     """Count the communicators of each rank of the first replica group: of two ranks for messages, and of collectives.
 
-    Collectives have one of all ranks, one of each unit's TP group, one of its replicas and one of those that share
-    sequences, unless these are alone, and one for embeddings that two stages hold. Where weights are sharded, ranks
+    Collectives have one of all ranks, and one of each unit's TP group, of its replicas and of those that share
+    sequences, unless these are alone. Embeddings that two stages hold have one more. Where weights are sharded, ranks
     that hold one copy together have one, and ranks with equal shards another; units on the same ranks share both.
     Groups of pipeline ranks only generate text, and connect when they do.
     """

@@ -1,8 +1,8 @@
 """Which layers to recompute: as few seconds as memory allows (OmniBal's adaptive recomputation, solved exactly).
 
 Layers of one kind cost and save the same. Of each kind some layers are recomputed; together they must save the excess
-bytes in the least time. That is a knapsack with few kinds of items, so all numbers of layers of all kinds but the most
-frequent are tried at once, and of that kind the least number that is still needed.
+bytes in the least time. That is a knapsack with few kinds of items. So all numbers of layers are tried at once for all
+kinds but the most frequent, and of that kind the least number that is still needed.
 """
 
 from collections.abc import Sequence

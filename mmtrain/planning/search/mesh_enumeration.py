@@ -265,8 +265,8 @@ def _all_disaggregated(choices: Choices, num_ranks: int, budget: MeshBudget) -> 
 class _Disaggregated:
     """The `disaggregated` assignments of one number of ranks.
 
-    They are sought for each number of the LLM's replicas, because that decides how large an encoder's microbatches are,
-    and for each depth and kind of its pipeline, because these decide how many of them an encoder holds.
+    They are sought for each number of the LLM's replicas, which decides how large an encoder's microbatches are. They
+    are also sought for each depth and kind of its pipeline, which decide how many microbatches an encoder holds.
     """
 
     choices: Choices

@@ -147,9 +147,9 @@ class Share:
 class Dispatch:
     """Rearrange what flows over `edge` between all replicas of two units (a collective of all replicas).
 
-    Each replica of the source sends the rows of its microbatch number `src` that microbatch number `dst` of any replica
-    of the destination needs, or takes back their gradients, by the collective that `UnitMesh.exchange` names. Every
-    replica takes part, also one without rows, unless no replica has any: all know that from the route.
+    Each replica of the source sends the rows of its microbatch `src` that microbatch `dst` of any replica of the
+    destination needs, or takes back their gradients. `UnitMesh.exchange` names the collective. Every replica takes
+    part, also one without rows, unless no replica has any: all know that from the route.
     """
 
     edge: Edge

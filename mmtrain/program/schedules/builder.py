@@ -131,9 +131,9 @@ def build_explicit(graph: StageGraph, order: Mapping[int, Sequence[str]]) -> Pro
 def in_flight_microbatches(graph: StageGraph) -> dict[StageId, int]:
     """Return for each stage the most microbatches that 1F1B holds between forward and backward.
 
-    In a plain pipeline with equal numbers of microbatches this is one, and one more for each position after the stage
-    on the longest path to the end, but no more than the step has. A generator on the LLM's ranks and the LLM hold what
-    they hold on ranks of their own.
+    In a plain pipeline with equal numbers of microbatches this is one, plus one for each position after the stage on
+    the longest path to the end. It is never more than the step has. A generator on the LLM's ranks and the LLM hold
+    what they hold on ranks of their own.
     """
     apart, _ = place_apart(graph, generators_on_llm(graph))
     return {stage: count for position in find_positions(apart) for stage, count in position.in_flight().items()}

@@ -177,8 +177,8 @@ def _problem(error: PydanticError, tree: Node) -> Problem:
 def _location(error: PydanticError) -> KeyPath:
     """Return the path of what is wrong, with the tags of unions of sections.
 
-    For a wrong name that is the path of the named section, and for a value that no alternative of a union takes, such
-    as `true`, `false` or `auto`, the path of the setting without the alternative's name.
+    For a wrong name that is the path of the named section. For a value that no alternative of a union takes, such as
+    `true` or `auto`, it is the path of the setting without the alternative's name.
     """
     keys: KeyPath = error["loc"]
     if keys and keys[-1] == "[key]":

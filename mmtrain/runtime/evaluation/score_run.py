@@ -94,9 +94,9 @@ def run(request: EvaluateRequest) -> None:
     Evaluates in the processes that a launcher has started, or starts its own. With `blank_images` the model gets zeros
     in place of every image and clip. Damaged checkpoints and unusable samples are reported on stderr and passed over.
 
-    Raises UserError if `run_dir` is no run or its recipe has no held-out data, or if it cannot draw as asked,
-    CheckpointError if no checkpoint is good, TooManyBadSamples above `data.max_bad_rate`, PlanError if the ranks cannot
-    hold the model.
+    Raises UserError if `run_dir` is no run, if its recipe has no held-out data or if it cannot draw as asked. Raises
+    CheckpointError if no checkpoint is good, TooManyBadSamples above `data.max_bad_rate`, and PlanError if the ranks
+    cannot hold the model.
     """
     recipe = _load_recipe(request.run_dir)
     choose_options(request.drawing, recipe.model.generator)  # refuses what it cannot draw, before ranks start

@@ -5,8 +5,8 @@ one communicator one after another, and a message that waits for its other end h
 they go. The deadlock test (`program.verify.deadlock`) therefore holds for one communicator a channel and for no fewer.
 
 NCCL makes a communicator when a group is first used, and then blocks the rank until every other member uses it too. Two
-ranks that start with different groups would wait for each other forever, so communicators are made here, before any
-action runs, and in the order of their creation, which is the same on all ranks.
+ranks that start with different groups would wait for each other forever. So communicators are made here, before any
+action runs, in the order of their creation, which is the same on all ranks.
 Every channel is probed before training, so that a broken connection is named at once and not an hour later.
 """
 
