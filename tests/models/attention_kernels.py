@@ -127,6 +127,7 @@ def flash_attn_4(  # flash-attn-4 4.0.0b36, flash_attn/cute/interface.py
     disable_scheduler_metadata: bool = False, gather_bwd_recompute_p: bool = False, gather_bwd_token_chunk: Any = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     assert qv is None
+    assert causal or not 96 < q.shape[-1] <= 112, "MLIRError: failed to partition input with tiled_mma"
     ends = Ends(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     before, behind = window_size  # one side of -1 is no sign for "no limit" here
     if before is not None and behind is not None and before < 0 and behind < 0:

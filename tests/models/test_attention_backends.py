@@ -1,5 +1,6 @@
 """Which attention backend runs where, and that each library's function is called as it is declared."""
 
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -26,7 +27,14 @@ from mmtrain.models.attention import (
 from mmtrain.recipe import load_recipe
 from mmtrain.recipe.settings.train_settings import TrainSettings
 from mmtrain.runtime.execution.attention_choice import describe_attention
-from tests.models.attention_kernels import INTERFACES, install, pretend_gpu, varlen_attn_2_10, varlen_attn_2_12
+from tests.models.attention_kernels import (
+    INTERFACES,
+    flash_attn_4,
+    install,
+    pretend_gpu,
+    varlen_attn_2_10,
+    varlen_attn_2_12,
+)
 from tests.models.factory import settings, stage, text
 
 CUDA = torch.device("cuda")
@@ -83,6 +91,30 @@ def test_each_kernel_attends_to_contexts_in_one_call(case: str, head_dim: int, m
     backend: Any = INTERFACES[case][0]
     expected = _forward_and_gradients_in_contexts("sdpa", head_dim)
     actual = _forward_and_gradients_in_contexts(backend, head_dim)
+    for got, want in zip(actual, expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("head_dim", "called_with"), [(96, (96, 96)), (97, (120, 104)), (112, (120, 112)), (113, (120, 120))]
+)
+def test_flash_attn_4_is_called_with_widths_that_it_compiles(
+    head_dim: int, called_with: tuple[int, int], causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a causal mask its backward for Hopper does not compile for heads of 97 to 112 features."""
+    install(monkeypatch, "flash-attn-4 4.0.0b36")
+    widths = set()
+
+    @functools.wraps(flash_attn_4)
+    def attend_and_record(**arguments: Any) -> tuple[Tensor, Tensor | None]:
+        widths.update(arguments[name].shape[-1] for name in ("q", "k", "v"))
+        return flash_attn_4(**arguments)
+
+    monkeypatch.setattr(sys.modules["flash_attn.cute"], "flash_attn_varlen_func", attend_and_record)
+    expected = _forward_and_gradients("sdpa", (4, 2), head_dim, causal, 0, None)
+    actual = _forward_and_gradients("flash_attn_4", (4, 2), head_dim, causal, 0, None)
+    assert widths == {called_with[causal]}
     for got, want in zip(actual, expected, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
@@ -240,7 +272,7 @@ def test_a_run_says_which_kernel_each_unit_uses(monkeypatch: pytest.MonkeyPatch)
     pretend_gpu(monkeypatch, (9, 0))
     install(monkeypatch, "flash-attn-4 4.0.0b36")
     choice = describe_attention(recipe, model, CUDA, BF16)
-    assert "vision flash_attn_4 (heads of 100 features padded to 104), audio flash_attn_4, llm " in choice.summary
+    assert "vision flash_attn_4 (heads of 100 features padded to 120), audio flash_attn_4, llm " in choice.summary
     assert choice.warnings == ()
     choice = describe_attention(recipe, model, torch.device("cpu"), torch.float32)
     assert choice.summary == "attention: sdpa"

@@ -20,6 +20,10 @@ from mmtrain.models.attention.options import AttentionBackend, AttentionOptions
 from mmtrain.models.attention.sequence_layout import SequenceLayout
 
 HEAD_ALIGNMENT = 8  # features; kernels load 16 bytes at a time
+# For these widths FlashAttention-4 4.0.0b36 cannot compile its backward for Hopper without a causal mask: its tile of
+# 80 queries does not divide. Other widths from 8 to 256 compile (both passes, without a GPU).
+_NOT_COMPILED_UNMASKED = range(97, 113)  # features
+_COMPILED_UNMASKED = 120  # features; the kernel computes them as 128, like those above
 _HALF_PRECISIONS = (torch.float16, torch.bfloat16)
 _FLASH_ATTN_KEYWORDS = {
     name: name
@@ -133,8 +137,10 @@ def _parameters(function: Callable[..., Any]) -> frozenset[str]:
     return frozenset(inspect.signature(function).parameters)
 
 
-def padded_head_dim(head_dim: int) -> int:
-    """Return the width of heads that kernels compute with."""
+def padded_head_dim(head_dim: int, backend: AttentionBackend, causal: bool) -> int:
+    """Return the width of heads with which the kernel of `backend` is called."""
+    if backend == "flash_attn_4" and not causal and head_dim in _NOT_COMPILED_UNMASKED:
+        return _COMPILED_UNMASKED
     return -(-head_dim // HEAD_ALIGNMENT) * HEAD_ALIGNMENT
 
 
@@ -156,7 +162,7 @@ def attend_by_fused_kernel(
     kernel = FUSED_KERNELS[options.backend]
     head_dim = q.shape[-1]
     keys = layout if contexts is None else contexts
-    if padding := padded_head_dim(head_dim) - head_dim:
+    if padding := padded_head_dim(head_dim, options.backend, options.causal) - head_dim:
         q, k, v = (F.pad(x, (0, padding)) for x in (q, k, v))
     arguments = {
         "q": q,

@@ -23,12 +23,13 @@ def describe_attention(recipe: Recipe, model: ModelShape, device: torch.device, 
     uses: dict[str, str] = {}
     warnings = []
     for unit in model.units:
-        head_dim = next((layer.attention.head_dim for layer in unit.layers if layer.kind in BLOCK_KINDS), None)
-        if head_dim is None:
+        attention = next((layer.attention for layer in unit.layers if layer.kind in BLOCK_KINDS), None)
+        if attention is None:
             continue
+        head_dim = attention.head_dim
         backend = choose_backend(recipe.train.attention, device, dtype, head_dim)
         uses[unit.name] = backend
-        width = padded_head_dim(head_dim)
+        width = padded_head_dim(head_dim, backend, attention.causal)
         if backend in FUSED_KERNELS and width != head_dim:
             uses[unit.name] += f" (heads of {head_dim} features padded to {width})"
         if backend == "sdpa" and recipe.train.attention == "auto" and device.type == "cuda":
