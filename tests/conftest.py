@@ -1,11 +1,13 @@
-"""What all tests share: property tests with the same examples on every machine, and signals that arrive.
+"""What all tests share: property tests with the same examples on every machine, signals that arrive, torch as it was.
 
 Property tests run on few examples in `make test`, and again on many in `make test-long`.
 """
 
 import os
 import signal
+import sys
 import time
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -45,3 +47,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     minutes = item.config.getoption("--minutes")
     if minutes is not None and time.monotonic() - START_S >= 60 * minutes:
         pytest.skip(f"the {minutes:g} minutes of this run were over")
+
+
+@pytest.fixture(autouse=True)
+def torch_as_it_was() -> Iterator[None]:
+    """Undo what building a stage on the host replaced in torch, so that the next test can use a GPU."""
+    yield
+    if (compat := sys.modules.get("mmtrain.models.megatron.compat")) is not None:
+        compat.restore_cuda()

@@ -103,7 +103,15 @@ def test_prepare_megatron_sets_the_device_and_can_be_undone() -> None:
         torch.cuda.current_stream()  # without CUDA torch itself would raise
     prepare_megatron(torch.device("cuda"))
     assert torch.cuda.current_device.__module__ == "torch.cuda"
-    prepare_megatron(CPU)
+
+
+@pytest.mark.parametrize("turn", ["first", "second"])
+def test_a_stage_on_the_host_leaves_torch_as_it_was_for_the_next_test(turn: str) -> None:
+    """Otherwise tests that ask the GPU themselves, such as those of its clock, fail beside others in one process."""
+    del turn
+    assert {torch.cuda.current_device.__module__, torch.cuda.current_stream.__module__} == {"torch.cuda"}
+    stage(settings(), "llm")
+    assert torch.cuda.current_stream() is None
 
 
 def test_optimizer_scope_translates_cuda_names_on_a_cpu() -> None:

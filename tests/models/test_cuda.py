@@ -12,7 +12,7 @@ from mmtrain.models.attention import (
     prepare_attention,
 )
 from mmtrain.models.build_stage import StageOptions, build_stage
-from mmtrain.models.megatron import ParallelGroups, prepare_megatron
+from mmtrain.models.megatron import ParallelGroups
 from mmtrain.models.stage.stage_module import StageSpec
 from tests.models.factory import CPU, settings, shape_of, text
 
@@ -60,5 +60,4 @@ def test_a_stage_on_cuda_equals_the_stage_on_a_cpu(dtype: torch.dtype, head_dim:
         loss = llm(None, moved)
         loss.backward()
         losses.append(loss.item())
-    prepare_megatron(CPU)
     assert losses[0] == pytest.approx(losses[1], rel=tolerance)

@@ -1,6 +1,5 @@
 """In a step no stage copies between host and device, and none reads a number of the device: each would stop the GPU."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +13,7 @@ from mmtrain.balance.batch_meta import BatchMeta, ItemTable
 from mmtrain.models import build_stage as stage_builder
 from mmtrain.models.attention import AttentionBackend
 from mmtrain.models.build_stage import StageOptions, build_stage
-from mmtrain.models.megatron import ParallelGroups, prepare_megatron
+from mmtrain.models.megatron import ParallelGroups
 from mmtrain.models.stage.generator_input import GeneratorInput
 from mmtrain.models.stage.llm_layers import TextContext
 from mmtrain.models.stage.stage_inputs import TextInput, UnitInput
@@ -26,7 +25,6 @@ from mmtrain.runtime.execution.unit_inputs import map_tensors
 from tests.models.device_copies import META, DeviceCopies
 from tests.models.factory import (
     AUDIO,
-    CPU,
     DEEPSTACK,
     POOLED,
     SCALED,
@@ -59,12 +57,6 @@ MODELS: dict[str, tuple[str, ModelSettings]] = {
     "audio": ("audio", settings(audio={})),
     "audio, chunks": ("audio", settings(audio={**AUDIO, "chunk": 8, "max_frames": 80})),
 }
-
-
-@pytest.fixture(autouse=True)
-def megatron_on_the_host_again() -> Iterator[None]:
-    yield
-    prepare_megatron(CPU)
 
 
 def attend_without_numbers(

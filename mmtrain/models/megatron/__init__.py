@@ -6,7 +6,7 @@ Importing it takes about two seconds, so the rest of mmtrain imports it inside t
 # Imported first: it silences warnings that Megatron-core raises when the other modules import it.
 from mmtrain.models.megatron import compat as compat
 from mmtrain.models.megatron.block_segments import run_pieces, start_tp_communication
-from mmtrain.models.megatron.compat import optimizer_scope, prepare_megatron
+from mmtrain.models.megatron.compat import optimizer_scope, prepare_megatron, restore_cuda
 from mmtrain.models.megatron.layer_factory import LayerFactory, set_tp_chunks
 from mmtrain.models.megatron.parallel_groups import ParallelGroups
 
@@ -15,6 +15,7 @@ __all__ = [
     "ParallelGroups",
     "optimizer_scope",
     "prepare_megatron",
+    "restore_cuda",
     "run_pieces",
     "set_tp_chunks",
     "start_tp_communication",

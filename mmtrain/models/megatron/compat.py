@@ -111,10 +111,14 @@ def param_layout(chunk: torch.nn.Module, dp_size: int, ddp_config: Any) -> dict[
 
 
 def prepare_megatron(device: torch.device) -> None:
-    """Make Megatron-core allocate on `device` in this process. May be called any number of times."""
-    functions = _REPLACED if device.type == "cpu" else _ORIGINAL
-    for name, function in functions.items():
-        setattr(torch.cuda, name, function)
+    """Make Megatron-core allocate on `device` in this process. May be called any number of times.
+
+    On a CPU it replaces functions of `torch.cuda`; `restore_cuda` gives them back.
+    """
+    restore_cuda()
+    if device.type == "cpu":
+        for name, function in _REPLACED.items():
+            setattr(torch.cuda, name, function)
     # Suppress its advice to set CUDA_DEVICE_MAX_CONNECTIONS=1: see "One hardware queue" in docs/decisions/training.md.
     tensor_parallel_layers.linear_with_grad_accumulation_and_async_allreduce.warned = True
     # torch 2.13 renamed these functions, and Megatron-core calls them in every reduction.
@@ -122,6 +126,12 @@ def prepare_megatron(device: torch.device) -> None:
     warnings.filterwarnings("ignore", message=renamed, category=FutureWarning)
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         parallel_state._set_global_memory_buffer()
+
+
+def restore_cuda() -> None:
+    """Give `torch.cuda` the functions back that `prepare_megatron` replaced, for code that uses the GPU itself."""
+    for name, function in _ORIGINAL.items():
+        setattr(torch.cuda, name, function)
 
 
 class _CudaNamesOnCpu(TorchFunctionMode):
