@@ -59,6 +59,10 @@ FP32, BF16 = {"train__precision": "fp32"}, {"train__precision": "bf16"}
 # Relative. Adam amplifies the rounding of tiny gradients from step to step, so norms in bf16 say little. Two runs on a
 # GPU differ in the order in which atomic operations add up gradients.
 TOLERANCE = {"fp32": 1e-3, "bf16": 3e-2, "same": 1e-4}
+# Relative to the largest value. On a CPU a right kernel in bf16 differs by up to 1.5e-2, since probabilities and
+# gradients of scores are rounded to 8 bits. A GPU rounds at other places, so twice that must pass. A scale off by a
+# tenth gives 0.12, a window off by one token 0.3.
+ATTENTION_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 4e-2}
 COMPILED_AT_FIRST_USE: tuple[AttentionBackend, ...] = ("flash_attn_4",)
 # After which no mesh is started: on a machine with eight GPUs, all would take a quarter of an hour.
 MESHES_LIMIT_S = 150
@@ -117,8 +121,7 @@ def attention_rows(
         if (problem := backend_problems(device, dtype, width)[backend]) is not None:
             yield Row(name, problem)
             continue
-        allowed = 2e-2 if dtype == torch.bfloat16 else 1e-4
-        yield Row(name, _worst_attention_difference(backend, device, dtype, width), allowed)
+        yield Row(name, _worst_attention_difference(backend, device, dtype, width), ATTENTION_TOLERANCE[dtype])
 
 
 def training_rows(device: torch.device, run: Run) -> Iterator[Row]:
