@@ -14,8 +14,6 @@ with a target; it is a share of the peak of the GPU's preset.
 
 import argparse
 import json
-import os
-import platform
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -26,13 +24,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from mmtrain.models.attention import backend_problems, choose_backend
 from mmtrain.models.attention.backends import USUAL_HEAD_DIM
 from mmtrain.models.kernels.liger import fused_problem
-from scripts.gpu.cases import DRY_TOKENS, MODELS, TINY_MODELS, TOKENS, BenchCase, bench_cases, kernel_choices
-from scripts.gpu.limited import Deadline, kernel_cache, python_command, run_limited
+from scripts.gpu.cases import DRY_TOKENS, MODELS, TINY_MODELS, BenchCase, bench_cases, cases_of_card, kernel_choices
+from scripts.gpu.findings import card_memory_gib, describe_machine, write_json
+from scripts.gpu.limited import Deadline, cpu_only, kernel_cache, python_command, run_limited
+from scripts.gpu.requirements import use_folders_of_target_installs
 
 CASE_LIMIT_S = 240.0
 MINUTES = 8.0
@@ -43,11 +44,8 @@ Row = dict[str, Any]  # the fields of a `CaseResult`
 def main() -> int:
     """Measure what the arguments name; return 1 if a case did not end by itself."""
     options = _parse()
-    dry = options.dry_run
-    models = options.models or list(TINY_MODELS if dry else MODELS)
-    attention = options.attention or usable_backends(dry)
-    kernels = options.kernels or usable_kernels(dry)
-    cases = bench_cases(models, options.tokens or (DRY_TOKENS if dry else TOKENS), attention, kernels, dry)
+    use_folders_of_target_installs()
+    cases = all_cases(options.dry_run, options.models, options.tokens, options.attention, options.kernels)
     rows = run_cases(cases, options.out, Deadline(60 * options.minutes), options.profile)
     print_waits(rows)
     return 1 if any(row.get("problem") == "ended abnormally" for row in rows) else 0
@@ -56,7 +54,7 @@ def main() -> int:
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", help=f"of: {', '.join(MODELS)}")
-    parser.add_argument("--tokens", nargs="+", type=int, help=f"of a microbatch; default {TOKENS}")
+    parser.add_argument("--tokens", nargs="+", type=int, help="of a microbatch; default: by the card's memory")
     parser.add_argument("--attention", nargs="+", help="values of train.attention; default: auto and all usable here")
     parser.add_argument("--kernels", nargs="+", help="values of train.kernels; default: all")
     parser.add_argument("--minutes", type=float, default=MINUTES, help="no case starts later; default %(default)s")
@@ -64,6 +62,27 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("runs/bench-gpu"), help="folder; default %(default)s")
     parser.add_argument("--dry-run", action="store_true", help="tiny widths on the CPU")
     return parser.parse_args()
+
+
+def all_cases(
+    dry: bool,
+    models: Sequence[str] | None = None,
+    tokens: Sequence[int] | None = None,
+    attention: Sequence[str] | None = None,
+    kernels: Sequence[str | None] | None = None,
+) -> list[BenchCase]:
+    """Return every combination of these; where nothing is named, of what can run here."""
+    if dry or not torch.cuda.is_available():
+        usable_models, usable_tokens = list(TINY_MODELS), DRY_TOKENS
+    else:
+        usable_models, usable_tokens = cases_of_card(card_memory_gib())
+    return bench_cases(
+        models or usable_models,
+        tokens or usable_tokens,
+        attention or usable_backends(dry),
+        kernels or usable_kernels(dry),
+        dry,
+    )
 
 
 def usable_backends(dry: bool) -> list[str]:
@@ -99,53 +118,47 @@ def run_cases(cases: Sequence[BenchCase], out: Path, deadline: Deadline, with_ke
     out.mkdir(parents=True, exist_ok=True)
     rows: list[Row] = []
     for number, case in enumerate(cases):
-        if not deadline.left_s:
+        limit_s = min(CASE_LIMIT_S, deadline.left_s)
+        if not limit_s:
             rows.append({"case": asdict(case), "problem": "left out: no time"})
             continue
         print(f"{number + 1} of {len(cases)}: {case.name}", file=sys.stderr, flush=True)
-        rows.append(run_case(case, out / f"case-{number:02}", min(CASE_LIMIT_S, deadline.left_s), with_kernels))
-        (out / RESULT_FILE).write_text(json.dumps({"machine": machine(), "cases": rows}, indent=2), encoding="utf-8")
-    (out / RESULT_FILE).write_text(json.dumps({"machine": machine(), "cases": rows}, indent=2), encoding="utf-8")
-    console = Console(width=None if sys.stdout.isatty() else 200)
-    console.print(table(rows))
+        env = cpu_only() if case.dry else kernel_cache(out)
+        row = run_case(case, out / f"case-{number:02}", limit_s, ["--profile"] if with_kernels else [], env)
+        if row.get("kernels"):
+            print(row["kernels"])
+        rows.append(row)
+        write_json(out / RESULT_FILE, {"machine": describe_machine(), "cases": rows})
+    write_json(out / RESULT_FILE, {"machine": describe_machine(), "cases": rows})
+    Console(width=None if sys.stdout.isatty() else 200).print(table(rows))
     return rows
 
 
-def run_case(case: BenchCase, stem: Path, limit_s: float, with_kernels: bool = False, trace: Path | None = None) -> Row:
-    """Measure one case in a process of its own; files that start with `stem` hold its output and its result."""
-    result_file, log = stem.with_suffix(".json"), stem.with_suffix(".log")
+def run_case(case: BenchCase, stem: Path, limit_s: float, options: Sequence[str], env: Mapping[str, str]) -> Row:
+    """Measure one case in a process of its own; files that start with `stem` hold its output and its result.
+
+    What it measured before it was ended is kept. options: of `measure_case.py`.
+    """
+    result_file, log = Path(f"{stem}.json"), Path(f"{stem}.log")
     result_file.unlink(missing_ok=True)
-    command = python_command("-m", "scripts.gpu.measure_case", json.dumps(asdict(case)), result_file.absolute())
-    command += ["--profile"] if with_kernels else []
-    command += ["--trace", str(trace.absolute())] if trace is not None else []
-    ended = run_limited(command, limit_s, log, env=cpu_only() if case.dry else kernel_cache(stem.parent.parent))
-    if ended.code == 0 and result_file.exists():
-        row: Row = json.loads(result_file.read_text(encoding="utf-8"))
-        if row["kernels"]:
-            print(row["kernels"])
-        return row
-    why = f"ended after its {limit_s:.0f} s" if ended.code is None else f"ended with exit code {ended.code}"
-    print(f"{case.name}: {why}: {ended.last_line} (see {log})", file=sys.stderr)
-    return {"case": asdict(case), "problem": why if ended.code is None else "ended abnormally"}
-
-
-def cpu_only() -> Mapping[str, str]:
-    """Return the environment in which torch sees no GPU."""
-    return {"CUDA_VISIBLE_DEVICES": ""}
-
-
-def machine() -> dict[str, str]:
-    """Describe where the figures come from."""
-    found = {"python": platform.python_version(), "torch": torch.__version__, "cores": str(os.cpu_count())}
-    if torch.cuda.is_available():
-        found["gpu"] = torch.cuda.get_device_name(0)
-        found["cuda"] = str(torch.version.cuda)
-    return found
+    fields = json.dumps(asdict(case))
+    command = python_command("-m", "scripts.gpu.measure_case", fields, result_file.absolute(), *options)
+    ended = run_limited(command, limit_s, log, env=env)
+    row: Row = {"case": asdict(case), "problem": None, "steps": None}
+    if result_file.exists():
+        row = json.loads(result_file.read_text(encoding="utf-8"))
+    if ended.code != 0:
+        why = f"ended after its {limit_s:.0f} s" if ended.code is None else f"ended with exit code {ended.code}"
+        print(f"{case.name}: {why}: {ended.last_line} (see {log})", file=sys.stderr)
+        row["ended"] = why
+        if not row["steps"]:
+            row["problem"] = why if ended.code is None else "ended abnormally"
+    return row
 
 
 def table(rows: Sequence[Row]) -> Table:
     """Lay the rows out as one table."""
-    shown = Table(title=f"Training steps on {machine().get('gpu', 'a CPU')}, torch {torch.__version__}")
+    shown = Table(title=f"Training steps on {describe_machine().get('gpu', 'a CPU')}, torch {torch.__version__}")
     for heading in ("model", "tokens", "attention", "kernels"):
         shown.add_column(heading)
     for heading in ("step / predicted", "MFU", "MFU, text", "LLM tokens/s", "of text's", "idle", "GiB / predicted"):
@@ -160,14 +173,14 @@ def table(rows: Sequence[Row]) -> Table:
 
 def _figures(row: Row) -> list[str]:
     if row["problem"]:
-        return [str(row["problem"]).splitlines()[0]]
+        return [escape(str(row["problem"]).splitlines()[0])]  # names of extras have brackets, as markup has
     steps, text = row["steps"], row["text_steps"]
     return [
         f"{_seconds(steps['step_s'])} / {_seconds(row['predicted_step_s'])}",
         f"{steps['mfu']:.1%}",
-        f"{text['mfu']:.1%}",
+        f"{text['mfu']:.1%}" if text else "-",
         f"{steps['tokens_per_s']:,.0f}",
-        f"{steps['tokens_per_s'] / text['tokens_per_s']:.0%}",
+        f"{steps['tokens_per_s'] / text['tokens_per_s']:.0%}" if text else "-",
         "-" if row["idle_share"] is None else f"{row['idle_share']:.1%}",
         f"{row['allocated_gib']:.1f} / {row['predicted_gib']:.1f}",
         "-" if row["reserved_gib"] is None else f"{row['reserved_gib']:.1f}",

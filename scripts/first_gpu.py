@@ -1,95 +1,118 @@
-"""Run the first half hour on a machine with GPUs by itself, in four blocks of less than ten minutes each.
+"""Run the first fifteen minutes on a machine with a GPU by itself.
 
-    python scripts/first_gpu.py --out runs/first-gpu             # all blocks
-    python scripts/first_gpu.py --block 2 --out runs/first-gpu   # one of them
-    python scripts/first_gpu.py --dry-run                        # all of it on the CPU, with tiny widths
+    python scripts/first_gpu.py --out runs/first-gpu         # everything, by value, for at most fifteen minutes
+    python scripts/first_gpu.py --part right --minutes 5     # what is right: comparisons, tests, a run
+    python scripts/first_gpu.py --part fast --minutes 6      # what is fast: MFU, kernels, the loss
+    python scripts/first_gpu.py --dry-run                    # all steps on a CPU, with tiny widths and sixfold limits
+    python scripts/first_gpu.py --pack FOLDER --part-mib 50  # packages for a machine without a network
+    python scripts/first_gpu.py --packed FOLDER              # on that machine: install them first
 
-1. Correctness: attention backends, training and meshes against one process on the CPU. A wrong row ends it all.
-2. MFU: `bench_gpu.py` on every combination that there is time for.
-3. A run: profile, plan, train, stop, resume, evaluate, run out of memory; predictions beside measurements.
-4. Kernels: those that take most time in the best case of block 2, a timeline, the allocator.
-
-Each block ends in a table and `block-N.json`; logs, plans and traces lie beside it. Whatever runs over its limit is
-ended, and what it had written is kept. Exits with 0 if all is well, 1 if something is not, 2 where there is no CUDA.
+Each step has a limit of time, and none starts without time left. Nothing is stopped by a WRONG. After each step the
+folder holds all that is known: `progress-PART.txt`, `results-PART.json` and logs. What is large, such as checkpoints,
+lies in `--work`, which a later part on the same machine uses again. Exits with 0 if all is well, 1 if something is
+not, 2 where it cannot start.
 """
 
 import argparse
-import json
+import os
+import signal
+import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from scripts.gpu.requirements import missing_packages
-
-if missing := missing_packages():
-    sys.exit(f"first_gpu: not installed here: {', '.join(missing)}. Install mmtrain: pip install -e '.[dev,cuda]'")
-
-import torch
-
-from scripts.gpu.blocks import DRY_LIMITS_FACTOR, BlockContext, check_correctness, list_kernels, measure_mfu
-from scripts.gpu.findings import BlockReport
 from scripts.gpu.limited import Deadline
-from scripts.gpu.training_run import train_and_resume
+from scripts.gpu.pack import SITE, pack, unpack
+from scripts.gpu.requirements import missing_packages, use_folders_of_target_installs
 
-
-@dataclass(frozen=True)
-class Block:
-    """A part of the half hour."""
-
-    title: str
-    run: Callable[[BlockContext, BlockReport], None]
-    limit_s: float
-
-
-BLOCKS = {
-    1: Block("correctness", check_correctness, 540),
-    2: Block("MFU", measure_mfu, 540),
-    3: Block("a run", train_and_resume, 540),
-    4: Block("kernels", list_kernels, 360),
-}
+MINUTES = 15.0
 
 
 def main() -> int:
-    """Run the blocks that the arguments name."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--block", type=int, choices=BLOCKS, action="append", help="repeatable; default: all")
-    parser.add_argument("--out", type=Path, default=Path("runs/first-gpu"), help="folder; default %(default)s")
-    parser.add_argument("--dry-run", action="store_true", help="on the CPU, with tiny widths")
-    options = parser.parse_args()
-    if not options.dry_run and not torch.cuda.is_available():
-        print(
-            f"first_gpu: torch {torch.__version__} sees no CUDA device here; run this on a machine with one, or with "
-            "--dry-run. On a CPU `make test` holds the same equalities.",
-            file=sys.stderr,
+    """Pack, or run the parts that the arguments name."""
+    options = _parse()
+    if options.pack is not None:
+        return pack_for_another_machine(options.pack, options.part_mib)
+    deadline = Deadline(60 * options.minutes)
+    work = (options.work or options.out / "work").absolute()
+    for folder in (options.out, work):
+        folder.mkdir(parents=True, exist_ok=True)
+    installed = []
+    if options.packed is not None:
+        try:
+            installed = unpack(options.packed, work)
+        except ValueError as error:
+            return _refuse(f"{error}.")
+    use_packages(work / SITE)
+    if missing := missing_packages():
+        return _refuse(f"not installed here: {', '.join(missing)}. Install mmtrain: pip install -e '.[dev,cuda]'")
+    return run_parts(options, work, deadline, installed)
+
+
+def run_parts(options: argparse.Namespace, work: Path, deadline: Deadline, installed: list[str]) -> int:
+    """Run the parts, once everything can be imported."""
+    import torch
+
+    from scripts.gpu import fast, right
+    from scripts.gpu.session import DRY_LIMITS_FACTOR, Session
+
+    if options.dry_run:
+        deadline = Deadline(60 * options.minutes * DRY_LIMITS_FACTOR)
+    elif not torch.cuda.is_available():
+        return _refuse(
+            f"torch {torch.__version__} sees no CUDA device here; run this on a machine with one, or with --dry-run. "
+            "On a CPU `make test` holds the same equalities."
         )
-        return 2
-    options.out.mkdir(parents=True, exist_ok=True)
-    has_failed = False
-    for number in options.block or BLOCKS:
-        report = run_block(number, options.out, options.dry_run)
-        has_failed |= report.has_failed
-        if report.is_wrong:
-            print("first_gpu: something computes wrong numbers; nothing else is worth measuring", file=sys.stderr)
-            break
-    return 1 if has_failed else 0
+    session = Session(options.part, options.out, work, deadline, options.dry_run)
+    for line in installed:
+        session.add("packages", line)
+    if options.part != "fast":
+        session.guard(right.check)
+    if options.part != "right":
+        session.guard(fast.measure)
+    return session.close()
 
 
-def run_block(number: int, folder: Path, dry: bool) -> BlockReport:
-    """Run one block; an error of its own becomes a row."""
-    block = BLOCKS[number]
-    print(f"Block {number}: {block.title}, at most {block.limit_s / 60:.0f} minutes", flush=True)
-    report = BlockReport(number, block.title)
-    deadline = Deadline(block.limit_s * (DRY_LIMITS_FACTOR if dry else 1))
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="of all steps together; default %(default)s")
+    parser.add_argument("--part", choices=("all", "right", "fast"), default="all", help="default %(default)s")
+    parser.add_argument("--out", type=Path, default=Path("runs/first-gpu"), help="results; default %(default)s")
+    parser.add_argument("--work", type=Path, help="data, checkpoints (18 GiB), kernels; default: OUT/work")
+    parser.add_argument("--packed", type=Path, metavar="FOLDER", help="one or more parts of --pack, to install first")
+    parser.add_argument("--dry-run", action="store_true", help="on the CPU, with tiny widths")
+    parser.add_argument("--pack", type=Path, metavar="FOLDER", help="download packages into FOLDER, and end")
+    parser.add_argument("--part-mib", type=float, default=1024, help="at most, of each part; default %(default)s")
+    return parser.parse_args()
+
+
+def _refuse(why: str) -> int:
+    print(f"first_gpu: {why}", file=sys.stderr)
+    return 2
+
+
+def pack_for_another_machine(folder: Path, part_mib: float) -> int:
+    """Write the parts, and say how large they are."""
     try:
-        block.run(BlockContext(folder, deadline, dry), report)
-    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
-        report.add("the block itself", f"{type(error).__name__}: {error}", "failed")
-    report.close(folder)
-    return report
+        parts = pack(folder, part_mib)
+    except (ValueError, subprocess.CalledProcessError) as error:
+        return _refuse(f"{error}.")
+    for part in parts:
+        size = sum(file.stat().st_size for file in part.iterdir())
+        print(f"{part}: {size / 2**20:.1f} MiB")
+    return 0
+
+
+def use_packages(site: Path) -> None:
+    """Let this process and those that it starts import what was unpacked, before the machine's own packages."""
+    if site.is_dir():
+        sys.path.insert(1, str(site))
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])])
+    use_folders_of_target_installs()
 
 
 if __name__ == "__main__":
+    # SIGTERM must end what the steps have started too, as Ctrl-C does.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     sys.exit(main())

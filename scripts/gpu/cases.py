@@ -8,6 +8,7 @@ from mmtrain.recipe import Recipe
 from mmtrain.recipe.settings.train_settings import TrainSettings
 
 Settings = dict[str, Any]
+Choice = tuple[str, str | None]  # `train.attention` and `train.kernels`
 
 STEP_TOKENS = 32_768  # of the LLM, in all microbatches of a step
 DRY_STEP_TOKENS = 512
@@ -59,6 +60,10 @@ TINY_MODELS: dict[str, BenchModel] = {
 }
 TOKENS = (8192, 16_384)
 DRY_TOKENS = (128, 256)
+# Of 80 GB: plans for the 7B model do not fit, and those for 3B recompute layers (`preset_plans.py`).
+SMALL_CARD_MODELS = ("0.6B + 1.5B", "0.6B + 3B")
+SMALL_CARD_TOKENS = (4096, 8192)
+LARGE_CARD_GIB = 100
 
 
 @dataclass(frozen=True)
@@ -111,6 +116,26 @@ def kernel_choices() -> list[str | None]:
     if field is None:
         return [None]
     return sorted(get_args(field.annotation), key=lambda name: name != "auto")
+
+
+def cases_of_card(memory_gib: float) -> tuple[list[str], tuple[int, ...]]:
+    """Return the models and lengths to measure on a card with this much memory."""
+    if memory_gib > LARGE_CARD_GIB:
+        return list(MODELS), TOKENS
+    return list(SMALL_CARD_MODELS), SMALL_CARD_TOKENS
+
+
+def first_cases(memory_gib: float, best: Choice, other: Choice) -> list[BenchCase]:
+    """Return the three cases that say most about a card, by value.
+
+    On a large one that is the 3B model, with the best kernels and with the others, and then the 1.5B model. On 80 GB
+    the 1.5B model comes first: at 4,096 tokens nothing of it is computed twice.
+    """
+    if memory_gib > LARGE_CARD_GIB:
+        chosen = [("0.6B + 3B", 8192, best), ("0.6B + 3B", 8192, other), ("0.6B + 1.5B", 8192, best)]
+    else:
+        chosen = [("0.6B + 1.5B", 4096, best), ("0.6B + 3B", 8192, best), ("0.6B + 1.5B", 4096, other)]
+    return [BenchCase(model, tokens, *choice) for model, tokens, choice in chosen]
 
 
 def bench_cases(

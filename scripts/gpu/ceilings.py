@@ -5,9 +5,8 @@ python -m scripts.gpu.ceilings rows.json [--dry-run]
 
 import argparse
 import itertools
-import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import torch
 
 from mmtrain.runtime.execution.recorder import clock_for
 from mmtrain.runtime.world import prepare_allocator
-from scripts.gpu.findings import Finding
+from scripts.gpu.findings import Finding, write_json
 
 # (m, k, n). A square GEMM, and the largest of a 7B model's MLP (gate and up, of 4,096 tokens).
 GEMMS = ((8192, 8192, 8192), (4096, 3584, 37_888))
@@ -32,28 +31,28 @@ def main() -> None:
     options = parser.parse_args()
     prepare_allocator()
     device = torch.device("cpu" if options.dry_run else "cuda")
-    findings = measure_ceilings(device, options.dry_run)
-    options.out.write_text(json.dumps([asdict(finding) for finding in findings]), encoding="utf-8")
-
-
-def measure_ceilings(device: torch.device, dry: bool) -> list[Finding]:
-    """Return the rates of GEMMs in bf16, of copies on the device, and of those from the host."""
     findings = []
+    for finding in measure_ceilings(device, options.dry_run):
+        findings.append(asdict(finding))
+        write_json(options.out, findings)
+
+
+def measure_ceilings(device: torch.device, dry: bool) -> Iterator[Finding]:
+    """Yield the rates of GEMMs in bf16, of copies on the device, and of those from the host."""
     for m, k, n in DRY_GEMMS if dry else GEMMS:
         # Random: on constants a GPU draws less power, and so clocks up to 13% higher than on weights.
         a, b = (torch.randn(shape, device=device).bfloat16() for shape in ((m, k), (k, n)))
         seconds = _median_seconds(device, lambda a=a, b=b: a @ b)  # type: ignore[misc]
-        findings.append(Finding(f"GEMM {m} x {k} x {n}, bf16", f"{2 * m * k * n / seconds / 1e12:.4g} TFLOP/s"))
+        yield Finding(f"GEMM {m} x {k} x {n}, bf16", f"{2 * m * k * n / seconds / 1e12:.4g} TFLOP/s")
         del a, b
     nbytes = DRY_COPY_BYTES if dry else COPY_BYTES
     source = torch.empty(nbytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     seconds = _median_seconds(device, lambda: target.copy_(source))
-    findings.append(Finding("copy on the device, read and written", f"{2 * nbytes / seconds / 1e9:.4g} GB/s"))
+    yield Finding("copy on the device, read and written", f"{2 * nbytes / seconds / 1e9:.4g} GB/s")
     pinned = torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
     seconds = _median_seconds(device, lambda: target.copy_(pinned, non_blocking=True))
-    findings.append(Finding("copy from pinned host memory", f"{nbytes / seconds / 1e9:.4g} GB/s"))
-    return findings
+    yield Finding("copy from pinned host memory", f"{nbytes / seconds / 1e9:.4g} GB/s")
 
 
 def _median_seconds(device: torch.device, run: Callable[[], object]) -> float:

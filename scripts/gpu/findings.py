@@ -1,18 +1,19 @@
-"""What a block of `first_gpu.py` found: rows of a table, and a JSON file."""
+"""What the steps of `first_gpu.py` find: rows, in JSON files, and what figures depend on."""
 
+import functools
 import json
 import os
 import platform
-import time
-from dataclasses import asdict, dataclass, field
+import subprocess
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
+from mmtrain.costs.hardware import GIB
 from mmtrain.planning.artifact.plan import Prediction
+from scripts.gpu.limited import ROOT
 
 Verdict = Literal["ok", "WRONG", "failed", "left out", ""]  # "": a figure, which is neither right nor wrong
 
@@ -26,62 +27,49 @@ class Finding:
     verdict: Verdict = ""
 
 
-@dataclass
-class BlockReport:
-    """The rows of one block."""
-
-    number: int
-    title: str
-    findings: list[Finding] = field(default_factory=list)
-    seconds: float = 0.0
-    started_s: float = field(default_factory=time.monotonic)
-
-    @property
-    def is_wrong(self) -> bool:
-        """Whether something computed wrong numbers, so that figures of later blocks would mean nothing."""
-        return any(finding.verdict == "WRONG" for finding in self.findings)
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether something is wrong or did not end as it should."""
-        return any(finding.verdict in ("WRONG", "failed") for finding in self.findings)
-
-    def add(self, check: str, found: str, verdict: Verdict = "") -> None:
-        """Add a row, and print it at once: the block may be ended before its table."""
-        self.findings.append(Finding(check, found, verdict))
-        print(f"  {verdict or '-':<9}{check}: {found}", flush=True)
-
-    def close(self, folder: Path) -> None:
-        """Write `block-N.json`, and print the table."""
-        self.seconds = time.monotonic() - self.started_s
-        rows = [asdict(finding) for finding in self.findings]
-        content = {"block": self.number, "title": self.title, "seconds": self.seconds, "machine": describe_machine()}
-        write_json(folder / f"block-{self.number}.json", {**content, "findings": rows})
-        shown = Table(title=f"Block {self.number}: {self.title} ({self.seconds:.0f} s)", title_justify="left")
-        for heading in ("", "what", "found"):
-            shown.add_column(heading, overflow="fold")
-        for finding in self.findings:
-            shown.add_row(finding.verdict, finding.check, finding.found)
-        Console().print(shown)
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
+def write_json(path: Path, content: Any) -> None:
     """Write a JSON file, whole or not at all."""
     part = path.with_suffix(".part")
     part.write_text(json.dumps(content, indent=2), encoding="utf-8")
     part.replace(path)
 
 
+def first_json(text: str) -> dict[str, Any]:
+    """Return the object that starts the first line with a brace and can be read; other lines may lie around it.
+
+    >>> first_json("a library's {note}\\n{broken\\n{\\"a\\": 1}\\nbye")
+    {'a': 1}
+    """
+    start = -1
+    while True:
+        start = text.index("{", start + 1)
+        if start == 0 or text[start - 1] == "\n":
+            try:
+                found: dict[str, Any] = json.JSONDecoder().raw_decode(text, start)[0]
+            except json.JSONDecodeError:
+                continue
+            return found
+
+
+@functools.cache
 def describe_machine() -> dict[str, str]:
     """Return what figures depend on."""
     machine = {"python": platform.python_version(), "torch": torch.__version__, "cores": str(os.cpu_count())}
+    asked = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    machine["commit"] = asked.stdout.strip() or "not a git checkout"
     if torch.cuda.is_available():
         machine["gpu"] = torch.cuda.get_device_name(0)
+        machine["gpu_memory_gib"] = f"{card_memory_gib():.1f}"
         machine["gpus"] = str(torch.cuda.device_count())
         machine["cuda"] = str(torch.version.cuda)
         machine["cudnn"] = str(torch.backends.cudnn.version())
         machine["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     return machine
+
+
+def card_memory_gib() -> float:
+    """Return the memory of the first GPU in GiB."""
+    return torch.cuda.get_device_properties(0).total_memory / GIB
 
 
 def predicted_allocation_gib(predicted: Prediction) -> float:

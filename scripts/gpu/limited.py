@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+KERNELS_FOLDER = "compiled-kernels"
 POLL_S = 0.2
-END_GRACE_S = 10.0  # in which a command that is told to end may do so by itself
+END_GRACE_S = 5.0  # in which a command that is told to end may do so by itself
+_RUNNING: "set[subprocess.Popen[bytes]]" = set()
 
 
 class Deadline:
-    """The moment at which a block must have ended."""
+    """The moment at which a command, or all of them, must have ended."""
 
     def __init__(self, seconds: float) -> None:
         """End in `seconds` from now."""
@@ -26,6 +28,10 @@ class Deadline:
     def left_s(self) -> float:
         """Seconds that are left; 0 when it is over."""
         return max(0.0, self._end_s - time.monotonic())
+
+    def end_now(self) -> None:
+        """Leave no time."""
+        self._end_s = time.monotonic()
 
 
 @dataclass(frozen=True)
@@ -43,6 +49,11 @@ class CommandResult:
         return lines[-1].strip() if lines else ""
 
 
+def cpu_only() -> dict[str, str]:
+    """Return the environment in which torch sees no GPU."""
+    return {"CUDA_VISIBLE_DEVICES": ""}
+
+
 def kernel_cache(folder: Path) -> dict[str, str]:
     """Return the environment in which processes share the kernels that FlashAttention-4 compiles at their first use.
 
@@ -50,7 +61,7 @@ def kernel_cache(folder: Path) -> dict[str, str]:
     """
     return {
         "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1",
-        "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": str(folder.absolute() / "compiled-kernels"),
+        "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": str(folder.absolute() / KERNELS_FOLDER),
     }
 
 
@@ -65,20 +76,26 @@ def run_limited(
     log: Path,
     env: Mapping[str, str] | None = None,
     stop_when: Callable[[], bool] | None = None,
+    stdout: Path | None = None,
 ) -> CommandResult:
     """Run a command in the root of the tree, in a process group of its own; its output goes to `log`.
 
-    It gets SIGTERM once `stop_when` is true.
+    It gets SIGTERM once `stop_when` is true. stdout: a file for this stream alone, instead of `log`.
     """
     started_s = time.monotonic()
     log.parent.mkdir(parents=True, exist_ok=True)
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     full_env = {**os.environ, **(env or {}), "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
     code: int | None = None
-    with log.open("wb") as stream:
+    files = (stdout or log, log)
+    for file in files:
+        file.write_bytes(b"")
+    # Both append, so that neither writes over the other in a file that they share.
+    with files[0].open("ab") as output, files[1].open("ab") as errors:
         process = subprocess.Popen(
-            command, stdout=stream, stderr=subprocess.STDOUT, cwd=ROOT, env=full_env, start_new_session=True
+            command, stdout=output, stderr=errors, cwd=ROOT, env=full_env, start_new_session=True
         )
+        _RUNNING.add(process)
         try:
             if stop_when is not None and _happens(stop_when, process, limit_s):
                 process.terminate()
@@ -87,7 +104,14 @@ def run_limited(
             pass
         finally:
             _end_group(process)
+            _RUNNING.discard(process)
     return CommandResult(code, log.read_text(encoding="utf-8", errors="replace"), time.monotonic() - started_s)
+
+
+def end_running() -> None:
+    """End what other threads run, as if its time were over."""
+    for process in list(_RUNNING):
+        _end_group(process)
 
 
 def _happens(condition: Callable[[], bool], process: "subprocess.Popen[bytes]", limit_s: float) -> bool:

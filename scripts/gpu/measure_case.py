@@ -6,7 +6,7 @@ python -m scripts.gpu.measure_case '{"model": "tiny", "tokens": 128, ...}' resul
 import argparse
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -30,7 +30,7 @@ from mmtrain.runtime.resilience.out_of_memory import is_out_of_memory, peak_memo
 from mmtrain.runtime.training.step_metrics import counted_flops
 from mmtrain.runtime.world import Address, detect_hardware, join, leave, limit_threads
 from scripts.gpu.cases import BenchCase
-from scripts.gpu.findings import predicted_allocation_gib
+from scripts.gpu.findings import predicted_allocation_gib, write_json
 from scripts.gpu.kernel_profile import profile_step, synchronizing_lines
 from scripts.gpu.synthetic import DRY_SIZES, SIZES, SyntheticSamples
 
@@ -84,16 +84,24 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="list the kernels that take most time")
     parser.add_argument("--trace", type=Path, help="write a step's timeline, for Perfetto (.json or .json.gz)")
     options = parser.parse_args()
-    case = BenchCase(**json.loads(options.case))
-    result = measure(case, options.profile, options.trace)
-    options.out.write_text(json.dumps(asdict(result), indent=2), encoding="utf-8")
+    result = CaseResult(BenchCase(**json.loads(options.case)))
+
+    def save() -> None:
+        write_json(options.out, asdict(result))
+
+    measure(result, save, options.profile, options.trace)
+    save()
 
 
-def measure(case: BenchCase, with_kernels: bool = False, trace: Path | None = None) -> CaseResult:
-    """Plan the case for one rank of this machine, build it as a run does, and time its steps."""
-    result = CaseResult(case)
+def measure(
+    result: CaseResult, save: Callable[[], None], with_kernels: bool = False, trace: Path | None = None
+) -> None:
+    """Plan the case for one rank of this machine, build it as a run does, and time its steps.
+
+    save: writes the result as far as it goes; called after each part, since the time may be over before the next.
+    """
     try:
-        _measure(case, result, with_kernels, trace)
+        _measure(result, save, with_kernels, trace)
     except MmtrainError as error:
         result.problem = str(error)
     except Exception as error:
@@ -101,10 +109,10 @@ def measure(case: BenchCase, with_kernels: bool = False, trace: Path | None = No
             raise
         result.problem = f"out of memory: {str(error).splitlines()[0]}"
         result.allocated_gib = peak_memory_bytes(torch.device("cuda" if torch.cuda.is_available() else "cpu")) / GIB
-    return result
 
 
-def _measure(case: BenchCase, result: CaseResult, with_kernels: bool, trace: Path | None) -> None:
+def _measure(result: CaseResult, save: Callable[[], None], with_kernels: bool, trace: Path | None) -> None:
+    case = result.case
     recipe = case.recipe()
     sizes = DRY_SIZES if case.dry else SIZES
     samples = SyntheticSamples(recipe, sizes)
@@ -128,15 +136,19 @@ def _measure(case: BenchCase, result: CaseResult, with_kernels: bool, trace: Pat
     reserved = peak_reserved_bytes(world.device)
     result.reserved_gib = None if reserved is None else reserved / GIB
     result.allocator = _allocator_counts(world.device)
+    save()
     without_images = SyntheticSamples(recipe, sizes, with_images=False)
     text_steps = list(without_images.steps(context, plan, num_warm + num_timed))
     result.text_steps, _ = _time_steps(context, plan, text_steps, num_warm)
+    save()
     _profile(context, plan, for_profiler, result, with_kernels)
+    save()
     with StepPrefetcher(iter([for_waits]), context.host_input, copier_for(world.device), ahead=False) as prepared_steps:
         prepared = next(prepared_steps)
         result.waits_for_device = synchronizing_lines(
             lambda: context.train_executor.run(replace(prepared.input, lr=LEARNING_RATE))
         )
+    save()
     if trace is not None:
         profile_step(lambda: context.train(for_waits, LEARNING_RATE), trace)
     leave()

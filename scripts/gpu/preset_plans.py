@@ -1,0 +1,54 @@
+"""How the first cases of `first_gpu.py` are planned on each GPU preset: a CPU shows whether they fit before a GPU does.
+
+python -m scripts.gpu.preset_plans rows.json [--dry-run]
+"""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+from mmtrain.costs.hardware import GIB, PRESETS
+from mmtrain.errors import MmtrainError
+from mmtrain.planning.planner import plan_recipe
+from mmtrain.recipe import recipe_fingerprint
+from scripts.gpu.cases import BenchCase, first_cases
+from scripts.gpu.findings import Finding, predicted_allocation_gib, write_json
+from scripts.gpu.synthetic import SIZES, SyntheticSamples
+
+CHOICE = ("auto", "auto")
+
+
+def main() -> None:
+    """Write the rows to a file. They are the same in a dry run."""
+    write_json(Path(sys.argv[1]), [asdict(finding) for finding in plan_findings()])
+
+
+def plan_findings() -> Iterator[Finding]:
+    """Yield a row for each case and preset; one that does not fit is `failed`."""
+    for name, hardware in PRESETS.items():
+        if hardware.num_multiprocessors:  # a GPU
+            for case in dict.fromkeys(first_cases(hardware.memory_bytes / GIB, CHOICE, CHOICE)):
+                yield plan_finding(case, name)
+
+
+def plan_finding(case: BenchCase, hardware: str) -> Finding:
+    """Plan a case for one GPU of a preset."""
+    recipe = case.recipe()
+    lengths = SyntheticSamples(recipe, SIZES).lengths
+    check = f"plan on {hardware}: {case.model}, {case.tokens} tokens"
+    try:
+        plan = plan_recipe(recipe, lengths, world_size=1, hardware=hardware, recipe_sha256=recipe_fingerprint(recipe))
+    except MmtrainError as error:
+        return Finding(check, f"no plan: {str(error).splitlines()[0]}", "failed")
+    predicted = plan.predicted
+    num_recomputed = sum(part.num_recomputed for part in plan.units.values())
+    return Finding(
+        check,
+        f"{predicted.step_time_s:.2f} s a step, MFU {predicted.mfu:.1%}, "
+        f"{predicted_allocation_gib(predicted):.0f} GiB, {num_recomputed} layers recomputed",
+    )
+
+
+if __name__ == "__main__":
+    main()
