@@ -10,7 +10,8 @@ from pathlib import Path
 
 from mmtrain.costs.hardware import GIB, PRESETS
 from mmtrain.errors import MmtrainError
-from mmtrain.planning.planner import plan_recipe
+from mmtrain.planning.formulate import formulate_problem
+from mmtrain.planning.planner import plan as search_plan
 from mmtrain.recipe import recipe_fingerprint
 from scripts.gpu.cases import BenchCase, first_cases
 from scripts.gpu.findings import Finding, predicted_allocation_gib, write_json
@@ -38,7 +39,10 @@ def plan_finding(case: BenchCase, hardware: str) -> Finding:
     lengths = SyntheticSamples(recipe, SIZES).lengths
     check = f"plan on {hardware}: {case.model}, {case.tokens} tokens"
     try:
-        plan = plan_recipe(recipe, lengths, world_size=1, hardware=hardware, recipe_sha256=recipe_fingerprint(recipe))
+        fingerprint = recipe_fingerprint(recipe)
+        plan = search_plan(
+            formulate_problem(recipe, lengths, world_size=1, hardware=hardware, recipe_sha256=fingerprint)
+        )
     except MmtrainError as error:
         return Finding(check, f"no plan: {str(error).splitlines()[0]}", "failed")
     predicted = plan.predicted
