@@ -27,8 +27,6 @@ from mmtrain.program.ir.program import Program
 from mmtrain.program.ir.serialize import (
     action_from_text,
     action_to_text,
-    graph_from_json,
-    graph_to_json,
     program_from_text,
     program_to_text,
 )
@@ -93,8 +91,6 @@ __all__ = [
     "build_program",
     "check_program",
     "chrome_trace",
-    "graph_from_json",
-    "graph_to_json",
     "lower",
     "peak_activation_bytes",
     "peak_in_flight_by_stage",

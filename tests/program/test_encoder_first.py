@@ -18,8 +18,6 @@ from mmtrain.program import (
     StageGraph,
     StageId,
     build_program,
-    graph_from_json,
-    graph_to_json,
     peak_activation_bytes,
     peak_in_flight_by_stage,
     program_to_text,
@@ -118,7 +116,5 @@ def _seconds(graph: StageGraph) -> dict[str, float]:
     return {"F": timing.compute(Forward(VISION, mb)), "B": timing.compute(Backward(VISION, mb))}
 
 
-def test_graphs_are_read_back() -> None:
-    graph = encoder_first()
-    assert graph_from_json(graph_to_json(graph)) == graph
-    assert graph.outputs(VISION) == (Edge(VISION, LLM),)
+def test_the_encoder_feeds_the_llm() -> None:
+    assert encoder_first().outputs(VISION) == (Edge(VISION, LLM),)

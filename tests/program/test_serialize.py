@@ -1,21 +1,18 @@
-"""Programs as text and stage graphs as JSON are read back exactly; broken ones are rejected with a reason."""
-
-import json
+"""Programs as text are read back exactly; a broken one is rejected with a reason."""
 
 import pytest
 from hypothesis import given
 
 from mmtrain.errors import ProgramError
-from mmtrain.program import build_program, graph_from_json, graph_to_json, program_from_text, program_to_text
+from mmtrain.program import build_program, program_from_text, program_to_text
 from mmtrain.program.ir.actions import Recv, Share
 from tests.program.graphs import Unit, chain, graphs, unified
 
 
 @given(graphs())
-def test_programs_and_graphs_round_trip(graph):
+def test_programs_round_trip(graph):
     program = build_program(graph)
     assert program_from_text(program_to_text(program), graph) == program
-    assert graph_from_json(graph_to_json(graph)) == graph
 
 
 def test_text_has_the_form_that_actions_describe():
@@ -64,12 +61,6 @@ def test_text_has_the_form_that_actions_describe():
 def test_broken_text_names_the_line(text, where):
     with pytest.raises(ProgramError, match=where):
         program_from_text(text, unified(2))
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{}", json.dumps({"meshes": [{}], "stages": [], "edges": []})])
-def test_broken_graph_json_is_rejected(text):
-    with pytest.raises(ProgramError, match="not the JSON of a stage graph"):
-        graph_from_json(text)
 
 
 def test_other_replica_groups_repeat_the_first():

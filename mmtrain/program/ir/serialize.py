@@ -1,11 +1,9 @@
-"""Programs as text, one action a line (see `actions`), and stage graphs as JSON; both are read back exactly.
+"""Programs as text, one action a line (see `actions`), which is read back exactly.
 
-Plan files hold single actions. Whole programs and stage graphs are written for tools and for reading.
+Plan files hold single actions. Whole programs are written for reading.
 """
 
-import json
 import re
-from typing import Any
 
 from mmtrain.errors import ProgramError
 from mmtrain.program.ir.actions import (
@@ -26,7 +24,7 @@ from mmtrain.program.ir.actions import (
     Share,
     Step,
 )
-from mmtrain.program.ir.graph import Edge, Microbatch, Stage, StageGraph, StageId, UnitMesh
+from mmtrain.program.ir.graph import Edge, Microbatch, StageGraph, StageId
 from mmtrain.program.ir.program import Program
 
 _LETTER: dict[Payload, str] = {"activation": "A", "gradient": "G"}
@@ -132,65 +130,6 @@ def program_from_text(text: str, graph: StageGraph) -> Program:
             except ValueError as error:
                 raise ProgramError(f"program text, line {number}: {line!r}: {error}; allowed: {_FORMS}") from error
     return Program(graph, {rank: tuple(actions_of_rank) for rank, actions_of_rank in actions.items()})
-
-
-def graph_to_json(graph: StageGraph) -> str:
-    """Print a stage graph as JSON."""
-    return json.dumps(
-        {
-            "meshes": [vars(mesh) for mesh in graph.meshes],
-            "stages": [
-                {
-                    "id": str(stage.id),
-                    "layers": stage.layers,
-                    "tp_groups": stage.tp_groups,
-                    "trainable": stage.trainable,
-                    "recompute": sorted(stage.recompute),
-                    "pieces": stage.pieces,
-                    "sp": stage.sp,
-                    "reruns_forward": stage.reruns_forward,
-                }
-                for stage in graph.stages
-            ],
-            "edges": [str(edge) for edge in graph.edges],
-            "tied_embeddings": graph.tied_embeddings,
-            "encoder_first": graph.encoder_first,
-        },
-        indent=1,
-    )
-
-
-def graph_from_json(text: str) -> StageGraph:
-    """Read a stage graph back.
-
-    Raises:
-        ProgramError: the text is not the JSON of a stage graph.
-    """
-    try:
-        data = json.loads(text)
-        return StageGraph(
-            meshes=tuple(UnitMesh(**{**mesh, "ranks": tuple(mesh["ranks"])}) for mesh in data["meshes"]),
-            stages=tuple(_stage_from_json(stage) for stage in data["stages"]),
-            edges=tuple(_edge(edge) for edge in data["edges"]),
-            tied_embeddings=data["tied_embeddings"],
-            encoder_first=data.get("encoder_first", False),  # left out in files of older versions
-        )
-    except (ValueError, KeyError, TypeError) as error:
-        raise ProgramError(f"not the JSON of a stage graph: {error!r}; write it with graph_to_json") from error
-
-
-def _stage_from_json(stage: dict[str, Any]) -> Stage:
-    lo, hi = stage["layers"]
-    return Stage(
-        id=_stage(stage["id"]),
-        layers=(lo, hi),
-        tp_groups=tuple(tuple(tp_group) for tp_group in stage["tp_groups"]),
-        trainable=stage["trainable"],
-        recompute=frozenset(stage["recompute"]),
-        pieces=tuple(stage["pieces"]),
-        sp=stage["sp"],
-        reruns_forward=stage.get("reruns_forward", False),
-    )
 
 
 def _fill(line: str) -> Fill:
