@@ -368,7 +368,7 @@ def _count_places_of_many(report: Report, num_ranks: int, per_rank: int) -> None
     num_images = rng.choice([0, 1, 8, 3], num_ranks * per_rank, p=list(SHARES.values()))
     home = np.repeat(np.repeat(np.arange(num_ranks), per_rank), num_images)
     features = np.clip(rng.lognormal(5.5, 0.6, len(home)), 1, 2048).astype(np.int64)
-    batch = rebalance(4 * features, home, num_ranks, BatchCost("packed", 3.0, 0.002)).dest_rank
+    batch = rebalance(4 * features, home, num_ranks, BatchCost("packed", 3.0, 0.002))
     off_node, seconds = [], []
     for per_node in (None, 8):
         sizes = DispatchSizes(num_ranks, 1, per_node)

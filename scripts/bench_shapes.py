@@ -113,14 +113,14 @@ def fill(report: Report, folder: Path) -> None:
 
 
 def post_balancing(report: Report, _lengths: Path) -> None:
-    """Time post-balancing by two keys and by one, and compare the largest load with the lower bound."""
+    """Time post-balancing, and compare the largest load with the lower bound."""
     num = POST_BALANCING_RANKS
     for name, draw in TAILS.items():
         lengths = np.ceil(draw(np.random.default_rng(0), num * SAMPLES_PER_RANK)).astype(np.int64)
         source = np.arange(len(lengths)) % num
-        for cost in (BatchCost(), BatchCost("two_key"), BatchCost("two_key", quadratic=1e-4)):
-            seconds, moved = least_seconds(lambda c=cost, x=lengths, s=source: rebalance(x, s, num, c), 2)
-            loads = cost.of_ranks(lengths, moved.dest_rank, num)
+        for cost in (BatchCost(), BatchCost(quadratic=1e-4)):
+            seconds, rank = least_seconds(lambda c=cost, x=lengths, s=source: rebalance(x, s, num, c), 2)
+            loads = cost.of_ranks(lengths, rank, num)
             bound = max(float(loads.mean()), float(cost.of_samples(lengths).max()))
             label = f"post-balancing {cost.kind} (quadratic {cost.quadratic:g}), {name}"
             report.target(f"{label}: milliseconds", seconds * 1e3, 45)
@@ -133,7 +133,7 @@ def node_wise(report: Report, _lengths: Path) -> None:
     for seed, ((name, per_rank), draw) in product(range(NUM_NODE_SEEDS), NODE_SHAPES.items()):
         sizes = np.clip(draw(np.random.default_rng(seed), num * per_rank), 1, 2**20).astype(np.int64)
         source = np.repeat(np.arange(num), per_rank)
-        batch = rebalance(sizes, source, num, BatchCost()).dest_rank
+        batch = rebalance(sizes, source, num, BatchCost())
         seconds, replica = least_seconds(
             lambda s=source, b=batch, x=sizes: rearrange_across_nodes(s, b, x, num, RANKS_PER_NODE)
         )

@@ -8,7 +8,6 @@ Knows no files, no tensors and no model, so that the planner can ask about clust
 from mmtrain.balance.assign import assign
 from mmtrain.balance.batch_meta import BatchMeta, FloatArray, IntArray, ItemLengths, ItemTable, SampleLengths
 from mmtrain.balance.dispatch.post_balancing import BatchCost, rebalance
-from mmtrain.balance.dispatch.rearrangement import Rearrangement
 from mmtrain.balance.grouping.imbalance import dist_ratio, max_over_mean, pad_ratio
 from mmtrain.balance.grouping.methods import Grouping
 from mmtrain.balance.grouping.pack_groups import SampleGroups, pack_groups
@@ -24,7 +23,6 @@ __all__ = [
     "ItemLengths",
     "ItemTable",
     "PipelineRank",
-    "Rearrangement",
     "SampleGroups",
     "SampleLengths",
     "SequenceCost",

@@ -22,7 +22,7 @@ ENTRIES: dict[str, Callable[[Any], object]] = {
     "cols of items": lambda lengths: ItemLengths(FIRST, ZEROS, lengths, ZEROS, ZEROS),
     "tokens of items": lambda lengths: ItemLengths(FIRST, ZEROS, ZEROS, lengths, ZEROS),
     "features of items": lambda lengths: ItemLengths(FIRST, ZEROS, ZEROS, ZEROS, lengths),
-    "lengths of samples": lambda lengths: rebalance(lengths, RANKS, 2, BatchCost("two_key")),
+    "lengths of samples": lambda lengths: rebalance(lengths, RANKS, 2, BatchCost()),
     "bytes of pieces": lambda lengths: rearrange_across_nodes(RANKS, RANKS, lengths, 2, 1),
 }
 BAD = {

@@ -98,7 +98,7 @@ def test_little_is_received_from_other_nodes_of_many() -> None:
     rng = np.random.default_rng(0)
     home = np.repeat(np.arange(640), rng.choice([0, 1, 8], 640, p=[0.5, 0.3, 0.2]))
     features = np.clip(rng.lognormal(6, 1, len(home)).astype(np.int64), 1, 8192)
-    batch = rebalance(features, home, 640, BatchCost()).dest_rank
+    batch = rebalance(features, home, 640, BatchCost())
     places = [place_batches_near(batch, home, features, DispatchSizes(640, 1, per_node)) for per_node in (None, 8)]
     received = [off_node_bytes(home, batch, features, replica, 8) for replica in places]
     assert received[1].max() < 0.7 * received[0].max()

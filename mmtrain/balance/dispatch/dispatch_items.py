@@ -39,7 +39,7 @@ def dispatch_items(
     for number in np.unique(block):
         items = np.flatnonzero(block == number)
         at_home = home[items] * per_block
-        slot = rebalance(tokens[items], at_home, dp * per_block, batch_cost).dest_rank
+        slot = rebalance(tokens[items], at_home, dp * per_block, batch_cost)
         costs = [batch_cost.of_ranks(tokens[items], slots, dp * per_block).max() for slots in (at_home, slot)]
         if costs[0] <= costs[1]:
             continue

@@ -50,7 +50,7 @@ def _balanced_row(
     source = np.repeat(np.arange(len(row)), [len(group) for group in row])
     kind = BatchCost("padded" if pad else "packed")
     for batch_cost in (BatchCost(kind.kind, float(cost.linear), float(cost.quadratic)), kind):
-        replica = rebalance(tokens[:, 0], source, len(row), batch_cost).dest_rank
+        replica = rebalance(tokens[:, 0], source, len(row), batch_cost)
         computed = kind.of_ranks(tokens[:, 0], replica, len(row))
         of_encoders = [np.bincount(replica, column, len(row)) for column in tokens.T[1:]]
         largest = [float(of_ranks.max()) for of_ranks in (computed, *of_encoders)]

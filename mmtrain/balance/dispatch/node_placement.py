@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from mmtrain.balance.batch_meta import FloatArray, IntArray
 from mmtrain.balance.check_lengths import check_lengths
-from mmtrain.balance.dispatch.rearrangement import stable_order
+from mmtrain.balance.dispatch.post_balancing import stable_order
 
 # Up to 1,024 pieces get 32 attempts, more pieces fewer, and from 32,768 on one. With one attempt for all, the busiest
 # of 64 replicas with 8 pieces each has 10% more bytes from other nodes, and that of 16 up to 12% more (2026-11-28).
