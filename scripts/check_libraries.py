@@ -1,11 +1,12 @@
-"""Check that torch and Megatron-core have every name outside their stable interfaces that mmtrain uses.
+"""Check that torch, Megatron-core and numpy have every name outside their stable interfaces that mmtrain uses.
 
     python scripts/check_libraries.py                                    # the installed versions
     python scripts/check_libraries.py --sources unpacked-wheel --only torch
 
-It reads sources and stubs and imports neither library, so a wheel of any version, Python and system can be checked:
+It reads sources and stubs and imports none of them, so a wheel of any version, Python and system can be checked:
 `pip download --no-deps --platform macosx_14_0_arm64 --only-binary=:all: torch==2.14.1`, then unpack it. Imports from
-Megatron-core and the keywords of calls to it are found in mmtrain's own sources; `USED` lists the rest.
+Megatron-core and the keywords of calls to it are found in mmtrain's own sources; `USED` lists the rest. The names of
+threads are in no source: they are known by the version (`NAMED_THREADS_FROM`).
 """
 
 import argparse
@@ -49,6 +50,7 @@ USED: tuple[tuple[str, str, str], ...] = (
     ("torch.cuda", "set_sync_debug_mode", ""),
     ("torch.cuda.memory", "memory_stats", ""),
     ("torch.overrides", "TorchFunctionMode", "__torch_function__"),
+    ("numpy.typing", "NDArray", ""),  # fields of messages; an alias until numpy 2.4, from 2.5 on a `type` statement
     (f"{CORE}.parallel_state", "_GLOBAL_MEMORY_BUFFER", ""),
     (f"{CORE}.parallel_state", "_set_global_memory_buffer", ""),
     (f"{CORE}.tensor_parallel.layers", "linear_with_grad_accumulation_and_async_allreduce", ""),
@@ -72,12 +74,15 @@ USED: tuple[tuple[str, str, str], ...] = (
     ),
 )
 
+# gloo's listening threads have names from this torch on; without, they are not scheduled apart (`gloo_threads.py`).
+NAMED_THREADS_FROM = (2, 13)
+
 
 @dataclass(frozen=True)
 class Sources:
     """The sources and stubs of libraries, by module."""
 
-    roots: tuple[Path, ...]  # folders that hold `torch` or `megatron`
+    roots: tuple[Path, ...]  # folders that hold `torch`, `megatron` or `numpy`
 
     @cache  # noqa: B019 - one object serves the whole process
     def module(self, name: str) -> list[ast.stmt] | None:
@@ -92,6 +97,14 @@ class Sources:
             ):
                 if (root / file).is_file():
                     return list(_flat(ast.parse((root / file).read_text(encoding="utf-8")).body))
+        return None
+
+    def torch_version(self) -> tuple[int, int] | None:
+        """Return major and minor version; None without torch."""
+        for statement in self.module("torch.version") or []:
+            if isinstance(statement, ast.Assign) and "__version__" in _targets(statement):
+                major, minor = str(ast.literal_eval(statement.value)).split(".")[:2]
+                return int(major), int(minor)
         return None
 
     def find(self, module: str, name: str) -> "Definition | None":
@@ -216,12 +229,15 @@ def missing(sources: Sources, only: str = "") -> list[str]:
             continue
         lacking = sorted(members - definition.members)
         problems += [f"{module}.{name} has no {member}" for member in lacking]
+    version = sources.torch_version()
+    if version is not None and version < NAMED_THREADS_FROM and "torch".startswith(only):
+        problems.append("torch gives gloo's threads no names: collectives on CPUs are slower")
     return problems
 
 
 def installed() -> Sources:
     """Return the sources of the installed libraries."""
-    specs = [importlib.util.find_spec(name) for name in ("torch", "megatron")]
+    specs = [importlib.util.find_spec(name) for name in ("torch", "megatron", "numpy")]
     places = [place for spec in specs if spec is not None for place in spec.submodule_search_locations or ()]
     return Sources(tuple(dict.fromkeys(Path(place).parent for place in places)))
 
@@ -230,7 +246,7 @@ def main() -> int:
     """Print what is missing; return 1 if anything is."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sources", type=Path, help="an unpacked wheel; default: what is installed")
-    parser.add_argument("--only", choices=["torch", "megatron"], default="", help="check one library")
+    parser.add_argument("--only", choices=["torch", "megatron", "numpy"], default="", help="check one library")
     options = parser.parse_args()
     problems = missing(Sources((options.sources,)) if options.sources else installed(), options.only)
     print("\n".join(problems) or "nothing is missing")
