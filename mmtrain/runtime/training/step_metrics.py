@@ -36,6 +36,7 @@ from mmtrain.runtime.execution.rank_context import RankContext
 from mmtrain.runtime.resilience.out_of_memory import peak_memory_bytes, peak_reserved_bytes
 from mmtrain.runtime.resilience.stragglers import Straggler, StragglerDetector
 from mmtrain.runtime.training.cost_drift import CostDrift, CostDriftDetector
+from mmtrain.runtime.world import World
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,7 @@ class StepMetricsReducer:
         num_sources = 0 if self.sources is None else len(self.sources.names)
         source_losses = list(outcome.source_losses) or [0.0] * num_sources  # ranks without the LLM's head have none
         parts = [scalars, source_losses, times, edges, slowdowns, drift]
-        table = self._all_gather([value for part in parts for value in part])
+        table = gather_measurements(world, [value for part in parts for value in part])
         ends = list(accumulate(map(len, parts)))[:-1]
         all_scalars, all_source_losses, all_times, all_edges, all_slowdowns, all_drift = table.tensor_split(ends, dim=1)
         losses, peaks, broken, stop_flags, saved_flags, lost_flags, reserved, drawing = all_scalars.unbind(dim=1)
@@ -177,16 +178,6 @@ class StepMetricsReducer:
             new_stragglers=new_stragglers,
             cost_drift=self._drift_detector.observe(all_drift.numpy()) if self._drift_detector is not None else None,
         )
-
-    def _all_gather(self, values: list[float]) -> Tensor:
-        """Return (ranks, values), in float64, on the host."""
-        world = self._context.world
-        row = torch.tensor(values, dtype=torch.float64, device=world.device)
-        rows = [row]
-        if world.size > 1:
-            rows = [torch.empty_like(row) for _ in range(world.size)]
-            dist.all_gather(rows, row)
-        return torch.stack(rows).cpu()
 
     def _edge_metrics(self, values: list[float]) -> dict[str, EdgeMetrics]:
         """Return bytes and waits of the edges over which anything went; `values` holds two numbers per edge."""
@@ -228,6 +219,16 @@ class StepMetricsReducer:
             return None
         loads = phase_loads(meta, self._context.dp[LLM], self._context.num_microbatches)
         return DispatchMetrics(reduction.dispatch_s, loads)
+
+
+def gather_measurements(world: World, values: list[float]) -> Tensor:
+    """Return the values of all ranks, (ranks, values) in float64 on the host; one rank alone asks no device."""
+    if world.size == 1:
+        return torch.tensor([values], dtype=torch.float64)
+    row = torch.tensor(values, dtype=torch.float64, device=world.device)
+    rows = [torch.empty_like(row) for _ in range(world.size)]
+    dist.all_gather(rows, row)
+    return torch.stack(rows).cpu()
 
 
 def source_metrics(meta: BatchMeta, sources: SampleSources, losses: Sequence[float]) -> dict[str, SourceMetrics]:
