@@ -60,7 +60,7 @@ LEFT_OUT_OF_B := tests/runtime/test_background_planning.py tests/data/test_remot
 
 quick-b: $(VENV)/.installed
 	$(BIN)/pytest $(PARALLEL) -m 'not slow and not long' $(addprefix --ignore=,$(LEFT_OUT_OF_B)) \
-	    tests/models tests/runtime tests/weights tests/data tests/program
+	    tests/models tests/runtime tests/weights tests/data tests/program tests/flow/test_replicated.py
 	$(BIN)/pytest $(PARALLEL) tests/flow/test_environments.py tests/flow/test_megatron_schedule.py
 
 check: $(VENV)/.installed     ## format, lint, types, layers

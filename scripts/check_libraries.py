@@ -35,12 +35,18 @@ USED: tuple[tuple[str, str, str], ...] = (
     ("torch.distributed.distributed_c10d", "new_group", "use_local_synchronization pg_options backend"),
     ("torch.distributed.distributed_c10d", "init_process_group", "store backend"),
     ("torch.distributed.distributed_c10d", "barrier", "device_ids"),
-    # Without all of them `replicated` is refused (`require_fsdp2`), and everything else runs.
     (
         "torch.distributed.fsdp",
         "FSDPModule",
-        "set_force_sum_reduction_for_comms set_gradient_divide_factor set_modules_to_backward_prefetch "
-        "set_reduce_scatter_unused_params",
+        "set_force_sum_reduction_for_comms set_gradient_divide_factor set_modules_to_backward_prefetch _get_fsdp_state",
+    ),
+    # Before torch 2.13, which has `set_reduce_scatter_unused_params`.
+    ("torch.distributed.fsdp._fully_shard._fsdp_state", "FSDPState", "_fsdp_param_group"),
+    ("torch.distributed.fsdp._fully_shard._fsdp_param_group", "FSDPParamGroup", "fsdp_params post_backward"),
+    (
+        "torch.distributed.fsdp._fully_shard._fsdp_param",
+        "FSDPParam",
+        "_unsharded_param unsharded_accumulated_grad unsharded_param",
     ),
     ("torch.optim.adamw", "AdamW", "fused"),
     ("torch.optim.adamw", "adamw", "grad_scale found_inf fused state_steps maximize"),

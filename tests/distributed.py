@@ -139,20 +139,7 @@ def _collect(ranks: list[tuple[BaseProcess, Connection]], folder: Path, deadline
         return [results[rank] for rank in range(len(ranks))]
     for rank in waiting.values():
         failed[rank] = "did not finish; its stacks:\n" + _stacks(ranks[rank][0], folder)
-    text = "\n".join(f"rank {rank}: {reason}" for rank, reason in sorted(failed.items()))
-    _skip_where_torch_cannot_shard(text)
-    raise RanksFailed(text)
-
-
-def _skip_where_torch_cannot_shard(text: str) -> None:
-    """Skip a test whose ranks failed because the installed torch, before 2.13, lacks what `replicated` needs."""
-    import pytest
-    import torch
-    from torch.distributed.fsdp import FSDPModule
-
-    needed = "set_reduce_scatter_unused_params"
-    if needed in text and not hasattr(FSDPModule, needed):
-        pytest.skip(f"FSDP2 of torch {torch.__version__} has no {needed}")
+    raise RanksFailed("\n".join(f"rank {rank}: {reason}" for rank, reason in sorted(failed.items())))
 
 
 def _stacks(process: BaseProcess, folder: Path) -> str:

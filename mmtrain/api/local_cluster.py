@@ -2,11 +2,8 @@
 
 import math
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-from packaging.version import Version
 
 from mmtrain.recipe import Recipe
 
@@ -17,7 +14,6 @@ if TYPE_CHECKING:
 # What the drivers of the GPUs that torch.cuda knows create: NVIDIA's, NVIDIA's under WSL, AMD's.
 GPU_DRIVER_FILES = (Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/dev/kfd"))
 NUM_RANKS_WITHOUT_GPU = 2  # the fewest that exercise communication
-SHARDING_TORCH = (2, 13)  # the first with all switches that `models.fully_sharded` needs
 
 
 def resolve_cluster(recipe: Recipe) -> tuple[int, str]:
@@ -55,20 +51,6 @@ def _local_hardware(num_gpus: int) -> str:
     from mmtrain.costs.hardware import preset_for_device
 
     return preset_for_device(None)
-
-
-def can_shard_here() -> bool:
-    """Return whether the installed torch can shard weights over ranks with different work, without loading it.
-
-    Development builds of the first release that can count as it.
-    """
-    return Version(version("torch")).release[:2] >= SHARDING_TORCH
-
-
-def can_shard_where_planned(recipe: Recipe) -> bool:
-    """Return whether weights can be sharded on the cluster of the recipe; known of this machine, true of others."""
-    is_here = recipe.cluster.ranks is None or recipe.cluster.hardware == "auto"
-    return not is_here or can_shard_here()
 
 
 def require_costs(recipe: Recipe) -> None:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
-from mmtrain.api.local_cluster import can_shard_here, can_shard_where_planned, resolve_cluster
+from mmtrain.api.local_cluster import resolve_cluster
 from mmtrain.balance import SampleLengths
 from mmtrain.errors import PlanError, RecipeError
 from mmtrain.planning import Plan
@@ -80,7 +80,7 @@ def make_plan(
         chosen = with_text_only(chosen, recipe, lengths)
         if with_hints:
             request.say("trying other batches and numbers of ranks")
-            hints = describe_faster_nearby(recipe, lengths, chosen, can_shard_where_planned(recipe))
+            hints = describe_faster_nearby(recipe, lengths, chosen)
     num_steps = recipe.train.steps
     run_s = num_steps * chosen.predicted.step_time_s
     cost = RunCost.of_seconds(recipe.cluster, num_steps, run_s, chosen.world_size)
@@ -142,9 +142,7 @@ def _search(recipe: Recipe, lengths: SampleLengths, request: PlanRequest) -> Pla
 def _formulate(
     recipe: Recipe, lengths: SampleLengths, request: PlanRequest, started: StartedRanks | None = None
 ) -> PlanningProblem:
-    """Return the problem for the started ranks, or for the recipe's cluster; without what torch here cannot run."""
-    runs_here = started is not None or request.measure is not None
-    can_shard = can_shard_here() if runs_here else can_shard_where_planned(recipe)
+    """Return the problem for the started ranks, or for the recipe's cluster."""
     fingerprint = recipe_fingerprint(recipe)
     if started is None:
         num_ranks, hardware = resolve_cluster(recipe)
@@ -158,7 +156,7 @@ def _formulate(
         world_size=num_ranks,
         hardware=hardware,
         recipe_sha256=fingerprint,
-        request=replace(request, can_shard=can_shard),
+        request=request,
     )
 
 

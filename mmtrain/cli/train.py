@@ -1,7 +1,6 @@
 """`mmtrain train`."""
 
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -141,7 +140,7 @@ def _runs_to_train(runs: "list[StageRun]", options: _Options) -> "Iterator[tuple
 
 def _request(run: "StageRun", options: _Options, may_be_new: bool) -> "TrainRequest":
     """Return what the runtime is to train; `may_be_new`: with `--resume`, start the run if there is none."""
-    from mmtrain.api.local_cluster import can_shard_here, resolve_cluster
+    from mmtrain.api.local_cluster import resolve_cluster
     from mmtrain.api.plans import plan_for_started_ranks
     from mmtrain.costs.choose import costs_of_recipe
     from mmtrain.planning import load_plan
@@ -156,11 +155,10 @@ def _request(run: "StageRun", options: _Options, may_be_new: bool) -> "TrainRequ
     costs_of_recipe(recipe, hardware)  # report a wrong cost table before ranks start
     if options.plan is not None:
         ranks = ranks_to_start(load_plan(options.plan), recipe, ranks)
-    replanner = partial(plan_again, can_shard=can_shard_here())
     return TrainRequest(
         run.loaded,
         plan_for_started_ranks,
-        replanner,
+        plan_again,
         hardware,
         ranks,
         run.folder,

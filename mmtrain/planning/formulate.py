@@ -45,7 +45,7 @@ def formulate_problem(
         batches = replace(batches, ranks_per_node=machine.ranks_per_node)
     request = request or PlanRequest()
     constraints = Constraints(
-        placements=placements_to_search(recipe, choices, world_size, request.can_shard),
+        placements=placements_to_search(recipe, choices, world_size),
         choices=choices,
         recompute={name: recipe.parallel.of(name).recompute for name in choices},
         sequence_parallel={name: recipe.parallel.of(name).sp for name in choices},
@@ -82,21 +82,18 @@ def require_feasible(problem: PlanningProblem) -> None:
     raise PlanError(explain_infeasible(recipe, problem.choices, max_ranks, problem.constraints.placements, choices_of))
 
 
-def placements_to_search(
-    recipe: Recipe, choices: Mapping[str, UnitChoices], world_size: int, can_shard: bool
-) -> tuple[Placement, ...]:
+def placements_to_search(recipe: Recipe, choices: Mapping[str, UnitChoices], world_size: int) -> tuple[Placement, ...]:
     """Return the placements that the recipe allows.
 
-    Where it leaves them open, `replicated` is one of them for several ranks that can shard what it shards: on one rank
-    it is `unified`. Ranks share sequences in `unified` and `disaggregated` only.
+    Where it leaves them open, `replicated` is one of them for several ranks: on one rank it is `unified`. Ranks share
+    sequences in `unified` and `disaggregated` only.
     """
     if recipe.parallel.placement != "auto":
         return (recipe.parallel.placement,)
     if (recipe.parallel.llm.cp or 1) > 1:
         return ("unified", "disaggregated") if len(choices) > 1 else ("unified",)
     chosen: tuple[Placement, ...] = ("unified", "disaggregated", "colocated") if len(choices) > 1 else ("unified",)
-    is_open = world_size > 1 and (can_shard or recipe.parallel.zero == 1)
-    return (*chosen, "replicated") if is_open else chosen
+    return (*chosen, "replicated") if world_size > 1 else chosen
 
 
 def rank_counts(recipe: Recipe, constraints: Constraints, world_size: int, budget: MeshBudget) -> tuple[int, ...]:

@@ -63,7 +63,7 @@ def with_text_only(plan: Plan, recipe: Recipe, lengths: SampleLengths) -> Plan:
     return plan.model_copy(update={"predicted": predicted})
 
 
-def describe_faster_nearby(recipe: Recipe, lengths: SampleLengths, plan: Plan, can_shard: bool = True) -> list[str]:
+def describe_faster_nearby(recipe: Recipe, lengths: SampleLengths, plan: Plan) -> list[str]:
     """Return a sentence for another batch, and one for fewer ranks, that is over 10% faster.
 
     At most one of each is planned, roughly, and only where data-parallel degrees divide it much better: what is said is
@@ -73,11 +73,11 @@ def describe_faster_nearby(recipe: Recipe, lengths: SampleLengths, plan: Plan, c
     batch, num_ranks = recipe.train.global_batch, plan.world_size
     for other in _better_divided(batch, num_ranks, _nearest(batch, MAX_BATCH_CHANGE, both_ways=True)):
         train = recipe.train.model_copy(update={"global_batch": other})
-        gain = _gain(recipe.model_copy(update={"train": train}), lengths, plan, num_ranks, can_shard)
+        gain = _gain(recipe.model_copy(update={"train": train}), lengths, plan, num_ranks)
         if gain >= MIN_GAIN:
             sentences.append(f"train.global_batch {other} instead of {batch}: at least {gain - 1:.0%} more tokens/s.")
     for other in _better_divided(num_ranks, batch, _nearest(num_ranks, MAX_RANKS_LEFT_OUT, both_ways=False)):
-        gain = _gain(recipe, lengths, plan, other, can_shard)
+        gain = _gain(recipe, lengths, plan, other)
         if gain >= MIN_GAIN:
             sentences.append(f"{other} ranks instead of {num_ranks}: at least {gain - 1:.0%} more tokens/s.")
     return sentences
@@ -97,7 +97,7 @@ def _better_divided(number: int, partner: int, others: list[int]) -> Iterator[in
         yield best
 
 
-def _gain(recipe: Recipe, lengths: SampleLengths, plan: Plan, num_ranks: int, can_shard: bool) -> float:
+def _gain(recipe: Recipe, lengths: SampleLengths, plan: Plan, num_ranks: int) -> float:
     """Return how many times as many tokens/s a plan reaches that is sought with little effort; 0 if below `MIN_GAIN`.
 
     Where memory leaves no plan without sequence parallelism at any cost, none is found.
@@ -110,7 +110,7 @@ def _gain(recipe: Recipe, lengths: SampleLengths, plan: Plan, num_ranks: int, ca
             world_size=num_ranks,
             hardware=plan.hardware,
             recipe_sha256=plan.recipe_sha256,
-            request=PlanRequest(num_alternatives=0, can_shard=can_shard),
+            request=PlanRequest(num_alternatives=0),
             budget=QUICK_BUDGET,
         )
         if not problem.cluster.rank_counts:
@@ -126,7 +126,7 @@ def _gain(recipe: Recipe, lengths: SampleLengths, plan: Plan, num_ranks: int, ca
     return 0.0 if best is None else tokens / best.step_time_s / tokens_per_s
 
 
-def plan_again(recipe: Recipe, lengths: SampleLengths, *, present: Plan, costs: Path, can_shard: bool = True) -> Plan:
+def plan_again(recipe: Recipe, lengths: SampleLengths, *, present: Plan, costs: Path) -> Plan:
     """Return the fastest plan by the table `costs`, for the ranks and under the fingerprint of the present plan.
 
     Both plans are predicted by the same program simulation on the same batches, so that their times compare.
@@ -143,7 +143,6 @@ def plan_again(recipe: Recipe, lengths: SampleLengths, *, present: Plan, costs: 
         world_size=present.world_size,
         hardware=present.hardware,
         recipe_sha256=present.recipe_sha256,
-        request=PlanRequest(can_shard=can_shard),
     )
     plan = search_plan(problem)
     predicted = plan.predicted.model_copy(update={"step_time_s": _step_s(recorded, plan, problem.batches)})

@@ -9,7 +9,6 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from torch.distributed.fsdp import FSDPModule
 
 ROOT = Path(__file__).parents[2]
 STEPS = 2
@@ -55,23 +54,9 @@ def losses(tmp_path_factory: pytest.TempPathFactory) -> Losses:
 @pytest.mark.slow  # 10 s each
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_the_demo_trains_in_each_placement_to_the_same_losses(placement: str, losses: Losses) -> None:
-    if placement == "replicated" and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
-        pytest.skip("FSDP2 of torch before 2.13 cannot shard it, which the test below shows")
     trained = losses(placement, False)
     assert len(trained) == STEPS
     assert trained == pytest.approx(losses("unified", False), rel=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    hasattr(FSDPModule, "set_reduce_scatter_unused_params"), reason="this torch has what `replicated` needs"
-)
-def test_a_torch_that_cannot_shard_is_refused_before_data_are_read(tmp_path: Path) -> None:
-    arguments = ("train", str(ROOT / "recipes" / "demo.yaml"), "--set", "parallel.placement=replicated")
-    refused = _run(tmp_path, *arguments, "--run-dir", "run")  # there is no data, which would be the next error
-    assert refused.returncode == 2
-    assert "install torch 2.13 or later" in " ".join(refused.stderr.split())
-    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow

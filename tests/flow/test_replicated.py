@@ -14,9 +14,7 @@ from typer.testing import CliRunner
 
 from mmtrain.checkpoint import save
 from mmtrain.cli.app import app
-from mmtrain.errors import LaunchError
 from mmtrain.models.optim.parameter_specs import NamedShard
-from mmtrain.models.stage import fully_sharded
 from mmtrain.planning import load_plan
 from mmtrain.planning.artifact.plan import Plan, UnitPlan
 from mmtrain.program import Backward, DispatchMode
@@ -26,7 +24,6 @@ from mmtrain.report import read_metrics
 from mmtrain.runtime.execution.checkpointing import SavedRank, checkpoint_ranks, restore_checkpoint, take_snapshot
 from mmtrain.runtime.execution.rank_context import RankContext, build_rank_context
 from mmtrain.runtime.run_folder import PLAN_FILE
-from mmtrain.runtime.training.train import require_sharding, start_training
 from mmtrain.runtime.world import World
 from tests.distributed import RanksFailed, run_ranks
 from tests.faults import FailAt
@@ -480,48 +477,6 @@ def test_what_is_dispatched_is_stated_of_all_sharded_units_alike() -> None:
     llm = chosen.units["llm"].model_copy(update={"dispatch": "llm"})
     with pytest.raises(ValueError, match="the same `ranks`, `shard`, `dispatch` and `exchange`"):
         Plan.model_validate(chosen.model_dump() | {"units": chosen.model_dump()["units"] | {"llm": llm.model_dump()}})
-
-
-def _build_without(settings: Recipe, chosen: Plan, missing: str) -> None:
-    """Run on every rank: build its part of the plan with a torch that lacks something."""
-    owner, name = missing.rsplit(".", 1)
-    if owner.endswith("FSDPModule"):
-        delattr(torch.distributed.fsdp.FSDPModule, name)
-    else:
-        delattr(torch.distributed.fsdp, name)
-    world = World(torch.distributed.get_rank(), torch.distributed.get_world_size(), torch.device("cpu"))
-    build_rank_context(settings, chosen, world)
-
-
-@pytest.mark.slow  # 2 s each
-@pytest.mark.parametrize("missing", ["FSDPModule.set_gradient_divide_factor", "torch.distributed.fsdp.fully_shard"])
-def test_ranks_of_a_torch_without_fsdp2_say_what_to_do(missing: str) -> None:
-    settings = recipe()
-    message = rf"lacks {missing}; install torch 2.13 or later, or plan with `--set parallel.placement=unified`"
-    with pytest.raises(RanksFailed, match=message):
-        run_ranks(2, _build_without, settings, replicated(settings, 2, 2), missing)
-
-
-def test_a_torch_without_fsdp2_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr("torch.distributed.fsdp.FSDPModule.set_reduce_scatter_unused_params", raising=False)
-    with pytest.raises(LaunchError, match=r"lacks FSDPModule.set_reduce_scatter_unused_params; install torch 2.13"):
-        fully_sharded.require_fsdp2()
-
-
-def test_it_is_refused_before_data_are_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delattr("torch.distributed.fsdp.FSDPModule.set_reduce_scatter_unused_params", raising=False)
-    lacking = "lacks FSDPModule.set_reduce_scatter_unused_params"
-    asked = request_for(tmp_path / "no data", tmp_path / "run", "parallel.placement=replicated")
-    with pytest.raises(LaunchError, match=lacking):
-        start_training(asked)
-    assert list(tmp_path.iterdir()) == []
-    require_sharding(request_for(tmp_path, tmp_path / "run", "parallel.placement=replicated", "parallel.zero=1"))
-    for name, chosen in (("sharded", replicated(recipe(), 2, 2)), ("whole", _unified(recipe()))):
-        chosen.save(tmp_path / name)
-    planned = request_for(tmp_path, tmp_path / "run", plan_path=tmp_path / "sharded")
-    with pytest.raises(LaunchError, match=lacking):
-        require_sharding(planned)
-    require_sharding(replace(planned, plan_path=tmp_path / "whole"))
 
 
 def _forwards_of_the_encoder(plans: dict[str, tuple[Recipe, Plan]]) -> dict[str, list[bool]]:

@@ -14,7 +14,7 @@ from mmtrain.models.optim.parameter_specs import ParamSpec, stage_param_specs
 from mmtrain.models.stage.fully_sharded import initialize_shards, shard_stage
 from mmtrain.models.stage.stage_module import StageSpec
 from tests.distributed import run_ranks
-from tests.models.factory import CPU, settings, shape_of
+from tests.models.factory import CPU, settings, shape_of, stage, text
 from tests.models.live_tensors import LiveTensors
 
 NUM_RANKS = 4
@@ -53,16 +53,14 @@ def _build(dtype: torch.dtype, is_pretrained: bool) -> dict[str, float]:
     source = ReadNumbers() if is_pretrained else None
     options = StageOptions(dtype, CPU, 1, "sdpa", source)
     mesh = init_device_mesh("cpu", (NUM_RANKS,))
-    stage = build_stage_without_weights(
-        MODEL, shape, StageSpec("llm", (0, num_layers)), ParallelGroups.single(), options
-    )
-    specs = stage_param_specs(stage, "llm", 1)
-    sizes = {index: sum(p.numel() for p in layer.parameters()) for index, layer in stage.layers.items()}
+    llm = build_stage_without_weights(MODEL, shape, StageSpec("llm", (0, num_layers)), ParallelGroups.single(), options)
+    specs = stage_param_specs(llm, "llm", 1)
+    sizes = {index: sum(p.numel() for p in layer.parameters()) for index, layer in llm.layers.items()}
     with LiveTensors(on_host=True) as live:
-        shard_stage(stage, mesh, CPU, dtype)
+        shard_stage(llm, mesh, CPU, dtype)
     drawn = _CountedDraws()
     with drawn:
-        initialize_shards(stage, specs, mesh, 1, dtype, source)
+        initialize_shards(llm, specs, mesh, 1, dtype, source)
     dist.barrier()
     return {
         "whole": sum(sizes.values()),
@@ -95,3 +93,12 @@ def test_a_rank_never_holds_more_than_its_shards_and_one_layer(dtype: torch.dtyp
             assert (took["drawn"], took["read"]) == (0, share)
         else:  # blocks are cut where tensor parallelism cuts: of columns, a rank's rows need all
             assert 0 < took["drawn"] < 0.65 * took["whole"]
+
+
+def test_hooks_of_a_block_run_once_for_an_empty_microbatch() -> None:
+    """FSDP gathers and reduces in them: a rank that did so twice would wait for the others for good."""
+    llm = stage(MODEL, "llm", (1, 2))
+    calls = []
+    llm.layers["1"].register_forward_hook(lambda *_: calls.append(1))
+    out = llm(torch.zeros(0, 64), text())
+    assert (out.shape, calls) == ((0, 64), [1])

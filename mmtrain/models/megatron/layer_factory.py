@@ -167,8 +167,8 @@ class PackedTransformerBlock(TransformerLayer):  # type: ignore[misc]  # Megatro
             # Megatron-core cannot reshape an empty tensor. A row that is dropped again gives weights a zero gradient.
             # Where ranks share sequences, one without tokens still takes part in what they exchange.
             packing = _ONE_TOKEN if packing.context is None else packing.padded(1)
-            padded: Tensor = self(F.pad(hidden, (0, 0, 0, 1)), packing)
-            return padded[:0]
+            # A call of the block would run FSDP2's hooks twice, and before torch 2.13 reduce its gradients twice.
+            return run_block(self, F.pad(hidden, (0, 0, 0, 1)), packing)[:0]
         return run_block(self, hidden, packing)
 
 

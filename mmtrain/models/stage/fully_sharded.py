@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from mmtrain.errors import LaunchError
 from mmtrain.models.optim.bf16_moments import Bf16MomentsAdamW
 from mmtrain.models.optim.clip_factors import ClipFactors, set_clip_factors, sum_of_squares
 from mmtrain.models.optim.parameter_specs import (
@@ -32,29 +31,6 @@ from mmtrain.recipe.settings.train_settings import OptimizerSettings
 # Everything of a stage, and of a head, that computes with parameters, beside `forward`.
 _STAGE_ENTRIES = ("run", "run_to_head", "predict")
 _HEAD_ENTRIES = ("queries_and_loss", "logits", "greedy_tokens")
-# Switches of FSDP modules that older releases of torch lack: without them ranks with different work hang.
-_NEEDED_SWITCHES = (
-    "set_force_sum_reduction_for_comms",
-    "set_gradient_divide_factor",
-    "set_modules_to_backward_prefetch",
-    "set_reduce_scatter_unused_params",
-)
-
-
-def require_fsdp2() -> None:
-    """Raise LaunchError where the installed torch cannot shard stages."""
-    try:
-        from torch.distributed.fsdp import FSDPModule, fully_shard  # noqa: F401
-    except ImportError:
-        missing: Sequence[str] = ("torch.distributed.fsdp.fully_shard",)
-    else:
-        missing = [f"FSDPModule.{name}" for name in _NEEDED_SWITCHES if not hasattr(FSDPModule, name)]
-    if missing:
-        raise LaunchError(
-            "FSDP2 shards weights in placement `replicated`, and those of models that are too large for a rank of an "
-            f"evaluation; torch {torch.__version__} lacks {', '.join(missing)}; install torch 2.13 or later, or "
-            "plan with `--set parallel.placement=unified`, or `replicated` with `--set parallel.zero=1`"
-        )
 
 
 def shard_mesh(groups: Sequence[dist.ProcessGroup], ranks: Sequence[Sequence[int]], device: torch.device) -> DeviceMesh:
@@ -108,8 +84,29 @@ def shard_stage(stage: StageModule, mesh: DeviceMesh, device: torch.device, comp
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
             # A rank whose microbatch does not reach a layer still takes part in the reduction of its gradients.
-            sharded.set_reduce_scatter_unused_params(True)
+            if hasattr(sharded, "set_reduce_scatter_unused_params"):
+                sharded.set_reduce_scatter_unused_params(True)
+            else:  # before torch 2.13
+                _reduce_unused_params(sharded)
     _prefetch_neighbours(grouped)
+
+
+def _reduce_unused_params(sharded: Any) -> None:
+    """Make FSDP reduce zeros for parameters that got no gradient, as `set_reduce_scatter_unused_params` does."""
+    group = sharded._get_fsdp_state()._fsdp_param_group
+    if group is None:  # all parameters of the module are in groups of its layers
+        return
+    reduce_gradients = group.post_backward
+
+    def reduce_all_gradients(*unused: Any) -> None:
+        for param in group.fsdp_params:
+            if not hasattr(param, "_unsharded_param") or param.unsharded_accumulated_grad is not None:
+                continue
+            if param.unsharded_param.requires_grad and param.unsharded_param.grad is None:
+                param.unsharded_param.grad = torch.zeros_like(param.unsharded_param)
+        reduce_gradients(*unused)
+
+    group.post_backward = reduce_all_gradients
 
 
 def _move_empty(module: nn.Module, device: torch.device) -> None:

@@ -76,7 +76,6 @@ class PlanRequest:
     allocation_watch: AllocationWatch | None = None  # learns how ranks were allocated, and the seconds of it
     announce: Callable[[str], None] | None = None  # called with the next step of planning, in words
     max_step_s: float = math.inf  # slower plans are of no use, so searches may end without any
-    can_shard: bool = True  # whether the torch of the ranks can shard weights (`models.fully_sharded`)
 
     @property
     def names_losers(self) -> bool:

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from mmtrain.models.megatron import ParallelGroups
 from mmtrain.models.shapes.layer_shape import LayerShape
-from mmtrain.models.stage.fully_sharded import require_fsdp2, shard_mesh
+from mmtrain.models.stage.fully_sharded import shard_mesh
 from mmtrain.program import Dispatch, Edge, Recv, Send, Share, StageGraph, UnitMesh
 from mmtrain.program.ir.channels import Channel, graph_channels
 from mmtrain.program.ir.data_dependencies import shared_embedding_stages
@@ -171,7 +171,6 @@ def _create_sharding(creator: "_GroupCreator", graph: StageGraph) -> dict[str, D
     for mesh in graph.meshes:
         if mesh.shard is None:
             continue
-        require_fsdp2()
         key = (mesh.ranks, mesh.shard)
         if key not in meshes:
             copies = [list(mesh.ranks[first : first + mesh.shard]) for first in range(0, mesh.dp, mesh.shard)]

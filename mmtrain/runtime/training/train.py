@@ -5,8 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from mmtrain.errors import LaunchError, StoppedAndSaved
-from mmtrain.models.stage.fully_sharded import require_fsdp2
-from mmtrain.planning.artifact.plan_files import load_plan
 from mmtrain.recipe import Recipe
 from mmtrain.report import read_metrics
 from mmtrain.report.runlog import run_summary
@@ -43,7 +41,6 @@ def start_training(request: TrainRequest) -> None:
 
     Raises UserError for wrong input and RunError where the run breaks; both name what and where.
     """
-    require_sharding(request)
     if not request.resume:
         check_start_weights(request.recipe)  # report weights that do not fit before anything starts
     address = find_address()
@@ -89,19 +86,6 @@ def _request_under_torchrun(request: TrainRequest, address: Address) -> TrainReq
     if read_run_state(request.run_dir).get("status") == "stopped":
         raise StoppedAndSaved("stopped by a signal before this restart, which torchrun counts as a failure")
     return replace(request, resume=True, go_back=None, force_unlock=False)
-
-
-def require_sharding(request: TrainRequest) -> None:
-    """Raise LaunchError where recipe or plan demand sharded weights and the installed torch has no FSDP2 for them.
-
-    That is known before data are read. A plan that is chosen later is checked when its groups are created.
-    """
-    parallel = request.recipe.parallel
-    shards = parallel.placement == "replicated" and parallel.zero == 3
-    if request.plan_path is not None:
-        shards = load_plan(request.plan_path).shard is not None
-    if shards:
-        require_fsdp2()
 
 
 def require_started_ranks(recipe: Recipe, num_started: int, elastic: bool) -> None:
