@@ -58,10 +58,13 @@ test-b:                       ## tests of what versions change, in the second en
 # The longest files of its folders: they wait for planners and servers, which versions hardly change.
 LEFT_OUT_OF_B := tests/runtime/test_background_planning.py tests/data/test_remote_steps.py
 
+# Also resolves what pip would install on Python 3.13, and runs the script for the first GPU dry, on this torch for CUDA.
 quick-b: $(VENV)/.installed
+	$(BIN)/pip install -q --dry-run --ignore-installed --python-version 3.13 --only-binary=:all: --target none '.[dev]'
 	$(BIN)/pytest $(PARALLEL) -m 'not slow and not long' $(addprefix --ignore=,$(LEFT_OUT_OF_B)) \
 	    tests/models tests/runtime tests/weights tests/data tests/program tests/flow/test_replicated.py
 	$(BIN)/pytest $(PARALLEL) tests/flow/test_environments.py tests/flow/test_megatron_schedule.py
+	$(BIN)/python -m scripts.first_gpu --dry-run --out $(VENV)/first-gpu
 
 check: $(VENV)/.installed     ## format, lint, types, layers
 	$(BIN)/ruff format --check .
