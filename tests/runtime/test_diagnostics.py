@@ -3,6 +3,7 @@
 import sys
 from collections import namedtuple
 from dataclasses import replace
+from email.message import Message
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,14 @@ CPU = preset("cpu-core")
 FAST = CPU.peak_flops("fp32") * CPU.gemm_efficiency
 
 
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let mmtrain be installed without requirements, also where these tests run from a tree that is not."""
+    monkeypatch.setattr(diagnostics.importlib.metadata, "requires", lambda _: [])
+    monkeypatch.setattr(diagnostics.importlib.metadata, "metadata", lambda _: Message())
+
+
+@pytest.mark.usefixtures("installed")
 def test_a_missing_package_names_the_extra_and_the_commands(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in OPTIONAL_PACKAGES:
         monkeypatch.setitem(sys.modules, name.module, None)
@@ -39,6 +48,7 @@ def test_a_missing_package_names_the_extra_and_the_commands(monkeypatch: pytest.
     assert {f.kind for f in by_remedy.values()} == {"missing"}
 
 
+@pytest.mark.usefixtures("installed")
 def test_a_package_that_fails_to_load_is_reported_apart_from_an_absent_one(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(name: str) -> None:
         raise OSError("libsndfile.so: cannot open")
