@@ -17,15 +17,15 @@ from scripts.gpu.requirements import missing_test_packages, versions_out_of_boun
 from scripts.gpu.session import Session
 from scripts.gpu.training_run import make_data, train_and_resume
 
-# Each in a process of its own, for some leave torch or Megatron-core prepared for a CPU. Those that take least come
-# first; the last two compile kernels at their first use.
-DEVICE_TESTS = {
-    "tests/runtime/test_recorder.py": 60,
-    "tests/runtime/test_snapshot_copy.py": 60,
-    "tests/runtime/test_step_prefetcher.py": 60,
-    "tests/models/test_fused_kernels.py": 60,
-    "tests/models/test_cuda.py": 120,
-}
+# Each in a process of its own, for some leave torch or Megatron-core prepared for a CPU.
+DEVICE_TESTS = (
+    "tests/runtime/test_recorder.py",
+    "tests/runtime/test_snapshot_copy.py",
+    "tests/runtime/test_step_prefetcher.py",
+    "tests/models/test_fused_kernels.py",
+)
+ATTENTION_TESTS = "tests/models/test_cuda.py"  # FlashAttention-4 compiles fifteen kernels for them
+DEVICE_TEST_LIMIT_S, ATTENTION_TESTS_LIMIT_S = 40, 150
 # typer and click of some images warn of each other, which mmtrain's own tests would take for an error.
 PYTEST_OPTIONS = ("-q", "-rfE", "-o", "filterwarnings=", "-p", "no:cacheprovider")
 # 1: tests failed; 5: none was collected. Any other exit code, as for a missing plugin, says nothing of numbers.
@@ -40,8 +40,8 @@ EXPANDABLE_SEGMENTS = (
 def check(session: Session) -> None:
     """Run the part."""
     describe(session)
-    sequences = [compare_with_cpu, run_device_tests, prepare_run, *([plan_on_presets] if session.dry else [])]
-    session.run_side_by_side(*sequences)
+    sequences = [compare_with_cpu, run_attention_tests, run_device_tests, prepare_run]
+    session.run_side_by_side(*sequences, *([plan_on_presets] if session.dry else []))
     session.run_rows("ceilings", CEILINGS_LIMIT_S)
     session.guard(train_and_resume)
 
@@ -73,13 +73,23 @@ def compare_with_cpu(session: Session) -> None:
 
 
 def run_device_tests(session: Session) -> None:
-    """Run the tests that are skipped without a GPU."""
+    """Run the tests that are skipped without a GPU, but for those of attention."""
+    for file in DEVICE_TESTS:
+        run_tests(session, file, DEVICE_TEST_LIMIT_S)
+
+
+def run_attention_tests(session: Session) -> None:
+    """Run the tests that compare attention and a stage with the reference and with a CPU."""
+    run_tests(session, ATTENTION_TESTS, ATTENTION_TESTS_LIMIT_S)
+
+
+def run_tests(session: Session, file: str, limit_s: float) -> None:
+    """Run the tests of a file; that they fail means that something is WRONG."""
+    name = f"pytest-{file.rpartition('test_')[2].removesuffix('.py')}"
     if missing := missing_test_packages():
-        session.add("tests of the device", f"not installed: {', '.join(missing)}", "left out")
+        session.add(name, f"not installed: {', '.join(missing)}", "left out")
         return
-    for file, limit_s in DEVICE_TESTS.items():
-        name = f"pytest-{file.rpartition('test_')[2].removesuffix('.py')}"
-        session.run(name, python_command("-m", "pytest", file, *PYTEST_OPTIONS), limit_s, PYTEST_VERDICTS)
+    session.run(name, python_command("-m", "pytest", file, *PYTEST_OPTIONS), limit_s, PYTEST_VERDICTS)
 
 
 def prepare_run(session: Session) -> None:
