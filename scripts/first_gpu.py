@@ -42,7 +42,7 @@ def main() -> int:
     if options.packed is not None:
         try:
             installed = unpack(options.packed, work)
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             return _refuse(f"{error}.")
     use_packages(work / SITE)
     if missing := missing_packages():
@@ -66,7 +66,8 @@ def run_parts(options: argparse.Namespace, work: Path, deadline: Deadline, insta
         )
     session = Session(options.part, options.out, work, deadline, options.dry_run)
     for line in installed:
-        session.add("packages", line)
+        session.add("packages", line, "failed" if "damaged" in line else "")
+    session.guard(right.describe)
     if options.part != "fast":
         session.guard(right.check)
     if options.part != "right":

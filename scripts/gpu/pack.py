@@ -92,7 +92,8 @@ def split(whole: Path, pieces: Path, folder: Path, part_bytes: int) -> list[Path
 def unpack(folder: Path, work: Path) -> list[str]:
     """Install into `work` what is complete of the parts in `folder` and those of earlier calls; say what was done.
 
-    Raises ValueError if there is no part, or if an archive is damaged.
+    Raises ValueError if there is no part, or if mmtrain's own requirements are damaged. Without FlashAttention-4
+    everything runs on other kernels.
     """
     parts = sorted(folder.glob("part-*"))
     if not parts:
@@ -109,7 +110,10 @@ def unpack(folder: Path, work: Path) -> list[str]:
     if num_there < len(pieces):
         return [*done, f"{PIECES}: {num_there} of {len(pieces)} parts are here, so FlashAttention-4 must wait"]
     content = b"".join(piece.read_bytes() for piece in pieces)
-    return [*done, _extract(content, PIECES, facts, work)]
+    try:
+        return [*done, _extract(content, PIECES, facts, work)]
+    except ValueError as error:
+        return [*done, str(error)]
 
 
 def _extract(content: bytes, name: str, facts: dict[str, dict[str, str]], work: Path) -> str:

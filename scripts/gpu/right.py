@@ -39,7 +39,6 @@ EXPANDABLE_SEGMENTS = (
 
 def check(session: Session) -> None:
     """Run the part."""
-    describe(session)
     sequences = [compare_with_cpu, run_attention_tests, run_device_tests, prepare_run]
     session.run_side_by_side(*sequences, *([plan_on_presets] if session.dry else []))
     session.run_rows("ceilings", CEILINGS_LIMIT_S)
@@ -47,7 +46,7 @@ def check(session: Session) -> None:
 
 
 def describe(session: Session) -> None:
-    """Report versions and the card, and whether the allocator's segments can grow."""
+    """Report versions and the card, and whether the allocator's segments can grow. Both parts begin with it."""
     for name, value in describe_machine().items():
         session.add(name, value)
     session.add("packages outside of pyproject.toml's bounds", "; ".join(versions_out_of_bounds()) or "none")

@@ -54,11 +54,6 @@ class Session:
         """The flag of commands that can run dry."""
         return ["--dry-run"] if self.dry else []
 
-    @property
-    def has_failed(self) -> bool:
-        """Whether something is wrong or did not end as it should."""
-        return any(finding.verdict in ("WRONG", "failed") for finding in self.findings)
-
     def add(self, check: str, found: str, verdict: Verdict = "") -> None:
         """Add a row and write all of them: the machine may be taken away before the next one."""
         with self._lock:

@@ -20,7 +20,18 @@ from mmtrain.models.attention import attend
 from mmtrain.program import ScheduleKind
 from mmtrain.recipe import Recipe
 from scripts import bench_gpu, first_gpu
-from scripts.gpu import compile_attention, correctness, fast, limited, pack, requirements, right, session, training_run
+from scripts.gpu import (
+    compile_attention,
+    correctness,
+    fast,
+    flash_attn_4,
+    limited,
+    pack,
+    requirements,
+    right,
+    session,
+    training_run,
+)
 from scripts.gpu.cases import BenchCase, first_cases
 from scripts.gpu.findings import first_json
 from scripts.gpu.limited import ROOT, CommandResult, Deadline
@@ -294,6 +305,22 @@ def _version_without(*names: str) -> Callable[[str], str]:
     return version
 
 
+@pytest.mark.parametrize(("difference", "code"), [(1e-2, 0), (5e-2, 0), (0.1, 1), (float("nan"), 1), ("no heads", 0)])
+def test_only_what_computes_nonsense_is_broken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, difference: float | str, code: int
+) -> None:
+    rows = [correctness.Row("bf16", difference, correctness.ATTENTION_TOLERANCE[torch.bfloat16])]
+    monkeypatch.setattr(flash_attn_4, "attention_rows", lambda *_: iter(rows))
+    monkeypatch.setattr(sys, "argv", ["flash_attn_4", str(tmp_path / "rows.json")])
+    assert flash_attn_4.main() == code
+    assert json.loads((tmp_path / "rows.json").read_text())[0]["check"] == "bf16"
+
+
+def test_another_package_called_scripts_cannot_win() -> None:
+    """Any regular package on the path would win over a folder without `__init__.py`."""
+    assert (ROOT / "scripts" / "__init__.py").exists()
+
+
 def test_versions_that_were_never_run_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert requirements.versions_out_of_bounds() == []
     right_version = importlib.metadata.version
@@ -339,8 +366,10 @@ def test_parts_join_to_the_same_bytes(tmp_path: Path) -> None:
     shutil.rmtree(work)
     for number in (3, 1):
         pack.unpack(tmp_path / f"call-{number}", work)
-    with pytest.raises(ValueError, match=r"attention\.tar\.xz is damaged"):
-        pack.unpack(tmp_path / "call-2", work)
+    assert "attention.tar.xz is damaged" in pack.unpack(tmp_path / "call-2", work)[1]
+    (tmp_path / "call-2" / "part-2" / pack.ARCHIVE).write_bytes(b"torn")
+    with pytest.raises(ValueError, match=r"mmtrain\.tar\.xz is damaged"):
+        pack.unpack(tmp_path / "call-2", tmp_path / "other")
     with pytest.raises(ValueError, match="a part must hold more than"):
         pack.split(whole, pieces, tmp_path / "packed", 1000)
     with pytest.raises(ValueError, match="holds no folder part-1"):
@@ -382,8 +411,8 @@ def test_nothing_is_stopped_by_a_wrong_row(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(sys, "path", list(sys.path))
     assert first_gpu.main() == 1
     rows = json.loads((tmp_path / "results-all.json").read_text())["rows"]
-    assert [row["verdict"] for row in rows] == ["WRONG", "failed", "", ""]
-    assert rows[2]["check"] == "MFU"
+    assert [row["verdict"] for row in rows[-4:]] == ["WRONG", "failed", "", ""]
+    assert rows[-2]["check"] == "MFU"
     assert "WRONG    one: differs by" in (tmp_path / "progress-all.txt").read_text()
 
 
