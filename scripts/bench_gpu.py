@@ -30,7 +30,7 @@ from rich.table import Table
 from mmtrain.models.attention import backend_problems, choose_backend
 from mmtrain.models.attention.backends import USUAL_HEAD_DIM
 from mmtrain.models.kernels.liger import fused_problem
-from scripts.gpu.cases import DRY_TOKENS, MODELS, TINY_MODELS, BenchCase, bench_cases, cases_of_card, kernel_choices
+from scripts.gpu.cases import DRY_TOKENS, MODELS, TINY_MODELS, BenchCase, bench_cases, cases_of_card
 from scripts.gpu.findings import card_memory_gib, describe_machine, write_json
 from scripts.gpu.limited import Deadline, cpu_only, kernel_cache, python_command, run_limited
 from scripts.gpu.requirements import use_folders_of_target_installs
@@ -69,7 +69,7 @@ def all_cases(
     models: Sequence[str] | None = None,
     tokens: Sequence[int] | None = None,
     attention: Sequence[str] | None = None,
-    kernels: Sequence[str | None] | None = None,
+    kernels: Sequence[str] | None = None,
 ) -> list[BenchCase]:
     """Return every combination of these; where nothing is named, of what can run here."""
     if dry or not torch.cuda.is_available():
@@ -93,12 +93,9 @@ def usable_backends(dry: bool) -> list[str]:
     return ["auto", *(name for name in problems if not problems[name] and name not in (automatic, "reference"))]
 
 
-def usable_kernels(dry: bool) -> list[str | None]:
-    """Return `auto`, and `torch` where that is another choice; None where recipes do not have `train.kernels`."""
-    device, _ = _device(dry)
-    return [
-        name for name in kernel_choices() if name in (None, "auto") or (name == "torch" and not fused_problem(device))
-    ]
+def usable_kernels(dry: bool) -> list[str]:
+    """Return `auto`, and `torch` where that is another choice."""
+    return ["auto"] if fused_problem(_device(dry)[0]) else ["auto", "torch"]
 
 
 def automatic_choices(dry: bool) -> dict[str, str]:
@@ -166,7 +163,7 @@ def table(rows: Sequence[Row]) -> Table:
     shown.add_column("reserved", justify="right")
     for row in rows:
         case = row["case"]
-        first = [case["model"], str(case["tokens"]), case["attention"], case["kernels"] or "-"]
+        first = [case["model"], str(case["tokens"]), case["attention"], case["kernels"]]
         shown.add_row(*first, *_figures(row))
     return shown
 

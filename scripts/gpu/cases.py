@@ -2,13 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 from mmtrain.recipe import Recipe
-from mmtrain.recipe.settings.train_settings import TrainSettings
 
 Settings = dict[str, Any]
-Choice = tuple[str, str | None]  # `train.attention` and `train.kernels`
+Choice = tuple[str, str]  # `train.attention` and `train.kernels`
 
 STEP_TOKENS = 32_768  # of the LLM, in all microbatches of a step
 DRY_STEP_TOKENS = 512
@@ -73,14 +72,13 @@ class BenchCase:
     model: str
     tokens: int  # of a packed microbatch of the LLM
     attention: str  # `train.attention`
-    kernels: str | None = None  # `train.kernels`; None where recipes do not have it
+    kernels: str = "auto"  # `train.kernels`
     dry: bool = False
 
     @property
     def name(self) -> str:
         """What tables and files call the case."""
-        parts = [self.model, f"{self.tokens} tokens", self.attention, *([self.kernels] if self.kernels else [])]
-        return ", ".join(parts)
+        return f"{self.model}, {self.tokens} tokens, {self.attention}, {self.kernels}"
 
     @property
     def num_microbatches(self) -> int:
@@ -95,10 +93,9 @@ class BenchCase:
             "global_batch": self.num_microbatches,
             "optimizer": {"lr": 1e-5, "weight_decay": 0.1},
             "attention": self.attention,
+            "kernels": self.kernels,
             "freeze": model.freeze,
         }
-        if self.kernels is not None:
-            train["kernels"] = self.kernels
         return Recipe.model_validate(
             {
                 "name": "bench-gpu",
@@ -108,14 +105,6 @@ class BenchCase:
                 "train": train,
             }
         )
-
-
-def kernel_choices() -> list[str | None]:
-    """Return the values of `train.kernels`, `auto` first; None alone where recipes do not have the setting."""
-    field = TrainSettings.model_fields.get("kernels")
-    if field is None:
-        return [None]
-    return sorted(get_args(field.annotation), key=lambda name: name != "auto")
 
 
 def cases_of_card(memory_gib: float) -> tuple[list[str], tuple[int, ...]]:
@@ -139,7 +128,7 @@ def first_cases(memory_gib: float, best: Choice, other: Choice) -> list[BenchCas
 
 
 def bench_cases(
-    models: Sequence[str], tokens: Sequence[int], attention: Sequence[str], kernels: Sequence[str | None], dry: bool
+    models: Sequence[str], tokens: Sequence[int], attention: Sequence[str], kernels: Sequence[str], dry: bool
 ) -> list[BenchCase]:
     """Return every combination, those first that say most: time may not suffice for all.
 

@@ -69,13 +69,6 @@ class CaseResult:
     kernels: str = ""  # a table
     allocator: dict[str, int] = field(default_factory=dict)  # of a GPU: what shows gaps and lack of memory
 
-    @property
-    def text_ratio(self) -> float | None:
-        """LLM tokens per second with pictures over those without."""
-        if self.steps is None or self.text_steps is None:
-            return None
-        return self.steps.tokens_per_s / self.text_steps.tokens_per_s
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
