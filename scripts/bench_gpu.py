@@ -72,9 +72,8 @@ def all_cases(
     kernels: Sequence[str] | None = None,
 ) -> list[BenchCase]:
     """Return every combination of these; where nothing is named, of what can run here."""
-    if dry or not torch.cuda.is_available():
-        usable_models, usable_tokens = list(TINY_MODELS), DRY_TOKENS
-    else:
+    usable_models, usable_tokens = list(TINY_MODELS), DRY_TOKENS
+    if torch.cuda.is_available() and not dry:
         usable_models, usable_tokens = cases_of_card(card_memory_gib())
     return bench_cases(
         models or usable_models,

@@ -107,7 +107,7 @@ class BenchCase:
         )
 
 
-def cases_of_card(memory_gib: float) -> tuple[list[str], tuple[int, ...]]:
+def cases_of_card(memory_gib: float) -> tuple[list[str], tuple[int, int]]:
     """Return the models and lengths to measure on a card with this much memory."""
     if memory_gib > LARGE_CARD_GIB:
         return list(MODELS), TOKENS

@@ -19,7 +19,7 @@ from scripts.gpu.limited import python_command
 from scripts.gpu.session import Session, file_stem
 from scripts.gpu.training_run import profile_and_plan
 
-CASE_LIMIT_S, LOSS_LIMIT_S, ATTENTION_LIMIT_S = 150, 40, 60
+CASE_LIMIT_S, LOSS_LIMIT_S, ATTENTION_LIMIT_S = 150, 60, 60
 # Of a 7B model's head, with all tokens of a microbatch as targets, and with half.
 LOSS_SIZES = ("--tokens", "8192", "--hidden", "3584", "--vocab", "152064", "--targets", "1.0", "0.5", "--rounds", "5")
 DRY_LOSS_SIZES = ("--tokens", "32", "--hidden", "16", "--vocab", "64", "--targets", "1.0", "--rounds", "2")

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from packaging.requirements import Requirement
+from rich.console import Console
 
 from mmtrain.costs.hardware import PRESETS
 from mmtrain.models.attention import attend
@@ -119,7 +120,14 @@ def _results(run: Session) -> dict[str, list[dict[str, str]]]:
 
 def test_steps_that_a_case_timed_are_kept_if_its_profile_hangs(run: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     pace = {"step_s": 2.0, "mfu": 0.5, "tokens_per_s": 1e4}
-    result = {"case": {}, "problem": None, "steps": pace, "text_steps": None, "idle_share": None, "kernels": ""}
+    result: dict[str, object] = {
+        "case": {},
+        "problem": None,
+        "steps": pace,
+        "text_steps": None,
+        "idle_share": None,
+        "kernels": "",
+    }
     result |= {"predicted_step_s": 1.9, "predicted_gib": 2.0, "allocated_gib": 2.1, "losses": [2.0, 1.0]}
     result |= {"recomputed_layers": {"llm": 3}, "waits_for_device": [], "allocator": {}}
     monkeypatch.setattr(fast, "CASE_LIMIT_S", 0.5)
@@ -164,8 +172,12 @@ def test_who_stops_the_script_stops_what_it_has_started(run: Session) -> None:
     main = threading.main_thread().ident
     assert main is not None
 
+    def never() -> bool:
+        has_started.set()
+        return False
+
     def hangs(run: Session) -> None:
-        run.run("hangs", _hang(), 60, stop_when=lambda: has_started.set() or False)
+        run.run("hangs", _hang(), 60, stop_when=never)
         run.run("next", ["true"], 60)
 
     def is_stopped(run: Session) -> None:
@@ -187,9 +199,7 @@ def test_rows_are_no_markup(run: Session, capsys: pytest.CaptureFixture[str]) ->
     text = "no module in [/opt/x]: pip install 'mmtrain[cuda]'"
     run.add(f"train [{text}]", text)
     assert f"train [{text}]: {text}" in capsys.readouterr().out
-    bench_gpu.Console(width=200).print(
-        bench_gpu.table([{"case": vars(BenchCase("tiny", 128, "auto")), "problem": text}])
-    )
+    Console(width=200).print(bench_gpu.table([{"case": vars(BenchCase("tiny", 128, "auto")), "problem": text}]))
     assert text in capsys.readouterr().out
 
 
