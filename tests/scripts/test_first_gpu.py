@@ -386,6 +386,26 @@ def test_parts_join_to_the_same_bytes(tmp_path: Path) -> None:
         pack.unpack(tmp_path / "nowhere", work)
 
 
+def test_compiled_kernels_travel_with_their_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def download(packages: tuple[str, ...], site: Path) -> None:
+        site.mkdir()
+        (site / packages[0]).write_text("a wheel")
+
+    monkeypatch.setattr(pack, "download", download)
+    kernels = tmp_path / "packed" / limited.KERNELS_FOLDER
+    kernels.mkdir(parents=True)
+    (kernels / "forward.o").write_bytes(b"cubin")
+    work = tmp_path / "work"
+    [part] = pack.pack(tmp_path / "packed", 1)
+    assert len(pack.unpack(part.parent, work)) == 2
+    assert {file.name for file in (work / pack.SITE).iterdir()} == {
+        pack.MMTRAIN_PACKAGES[0],
+        pack.ATTENTION_PACKAGES[0],
+    }
+    [folder] = [value for key, value in limited.kernel_cache(work).items() if key.endswith("DIR")]
+    assert (Path(folder) / "forward.o").read_bytes() == b"cubin"
+
+
 def test_packed_versions_are_those_that_mmtrain_allows() -> None:
     there = {"python_version": pack.PYTHON_VERSION, "python_full_version": f"{pack.PYTHON_VERSION}.0"}
     allowed = {
