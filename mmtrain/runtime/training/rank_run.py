@@ -1,5 +1,6 @@
 """Build one rank's part of a plan, and bring it to where the run continues."""
 
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -62,13 +63,13 @@ def build_run(session: RankSession, chosen: ChosenPlan) -> RankRun:
     activity, console, recipe = session.activity, session.console, session.request.recipe
     activity.start(BUILDING)
     start_weights = open_start_weights(request, patient_world, activity, console)
-    patient_world.all_gather(None)  # from here on no rank is late: the watchdog times connecting
-    memory = smallest_device_memory(recipe, chosen.plan.hardware, patient_world)
-    rank_context = build_rank_context(recipe, chosen.plan, world, activity, request.faults, start_weights, memory)
-    torch.manual_seed(torch_seed(recipe.train.seed))  # after building, which may draw differently on each rank
-    require_fitting_weights(start_weights, recipe, patient_world)
+    with nullcontext() if start_weights is None else closing(start_weights):
+        patient_world.all_gather(None)  # from here on no rank is late: the watchdog times connecting
+        memory = smallest_device_memory(recipe, chosen.plan.hardware, patient_world)
+        rank_context = build_rank_context(recipe, chosen.plan, world, activity, request.faults, start_weights, memory)
+        torch.manual_seed(torch_seed(recipe.train.seed))  # after building, which may draw differently on each rank
+        require_fitting_weights(start_weights, recipe, patient_world)
     if start_weights is not None:
-        start_weights.close()
         introduce_start_weights(console, recipe, start_weights)
     position = RunPosition()
     if request.resume:
