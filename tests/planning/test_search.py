@@ -15,8 +15,9 @@ from mmtrain.planning.layer_costs.layer_partition import (
     layout_graph,
     partition_time_lower_bound,
     partitioned_layout,
+    whole_root,
 )
-from mmtrain.planning.search.best_first_search import best_first_search
+from mmtrain.planning.search.best_first_search import SearchNode, _Search, best_first_search
 from mmtrain.planning.space.budget import DEFAULT_BUDGET
 from mmtrain.planning.space.candidate import EQUAL_STEP_TIME_RATIO, Candidate
 from mmtrain.program.schedules.builder import in_flight_microbatches
@@ -190,3 +191,40 @@ def test_the_heaviest_group_represents_all_of_a_very_large_batch() -> None:
             layout = partitioned_layout(candidate.assignment, evaluator.layer_costs, partition)
             step_times[-1].append(simulated(layout, limited).step_time_s)
     assert step_times[1] == pytest.approx(step_times[0], rel=0.03)
+
+
+@pytest.mark.parametrize(("value", "degree", "root"), [(64, 3, 4), (63, 3, 3), (160, 2, 12), (10**6, 6, 10), (1, 5, 1)])
+def test_roots_of_powers_are_whole(value: int, degree: int, root: int) -> None:
+    assert whole_root(value, degree) == root
+
+
+def test_a_runner_up_that_does_not_fit_is_not_queued_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    instance = random_instance(3, max_partitions=120)
+    best = best_first_search(instance.candidates, instance.evaluator, num_simulated=1).best
+    assert best is not None
+    assert best.partition is not None
+    faster = Candidate(best.id, best.assignment).partitioned(best.partition).estimated(best.step_time_s / 2)
+    search = _Search([], instance.evaluator, num_simulated=1)
+    search.is_exhaustive = False
+    search.best = {best.id: best}
+    search.runner_ups = {best.id: [faster, faster, faster]}
+    tried: list[Candidate] = []
+    monkeypatch.setattr(search, "_try_to_fit", tried.append)  # returns None: it does not fit
+    search.simulate_runner_ups()
+    assert len(tried) == 3
+    assert not search.queue
+
+
+def test_simulated_candidates_leave_room_for_explanations(monkeypatch: pytest.MonkeyPatch) -> None:
+    instance = random_instance(3, max_partitions=120)
+    results = best_first_search(instance.candidates, instance.evaluator, num_simulated=1)
+    assert results.best is not None
+    budget = instance.evaluator.budget
+    explanations = replace(budget.explanations, max_unsearched=1)
+    monkeypatch.setattr(instance.evaluator, "budget", replace(budget, explanations=explanations))
+    search = _Search([], instance.evaluator, num_simulated=1)
+    search.best = {results.best.id: results.best}
+    others = [candidate for candidate in instance.candidates if candidate.id != results.best.id]
+    search.queue = [SearchNode(results.best.step_time_s, candidate) for candidate in others]
+    search.reject_unsearched()
+    assert [rejected.candidate.id for rejected in search.rejected] == [others[0].id]

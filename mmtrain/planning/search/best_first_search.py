@@ -32,6 +32,7 @@ from mmtrain.planning.layer_costs.layer_partition import (
     partition_time_lower_bound,
     partitioned_layout,
     recompute_to_fit,
+    whole_root,
 )
 from mmtrain.planning.layer_costs.span_recompute import SpanRecompute
 from mmtrain.planning.space.candidate import (
@@ -382,7 +383,7 @@ class _Search:
         if not self.best:
             return
         fastest = min(self.best, key=lambda number: self.best[number].step_time_s)
-        for candidate in list(self.runner_ups.get(fastest, [])):
+        for candidate in self.runner_ups.pop(fastest, []):  # taken out, so that none that does not fit is queued again
             assert candidate.estimated_step_s is not None
             self._simulate(candidate.estimated_step_s, candidate)
 
@@ -416,9 +417,9 @@ class _Search:
         """Reject what still waits: it cannot be faster, or cannot fit."""
         fastest_s = self._fastest_s()
         explained = set(self.best)
+        max_explained = len(explained) + self.evaluator.budget.explanations.max_unsearched
         for node in sorted(self.queue):
-            is_enough = len(explained) >= self.evaluator.budget.explanations.max_unsearched
-            if node.candidate.id in explained or is_enough:
+            if node.candidate.id in explained or len(explained) >= max_explained:
                 continue
             explained.add(node.candidate.id)
             if math.isinf(node.bound_s):
@@ -446,5 +447,5 @@ def _slowest_units(node: SearchNode) -> str:
 
 def _combine_best(options: Sequence[Sequence[ChainPartition]], limit: int) -> list[LayerPartition]:
     """Combine the first partitions of each chain into at most `limit` partitions of all."""
-    num_of_chain = max(1, int(limit ** (1 / len(options))))
+    num_of_chain = max(1, whole_root(limit, len(options)))
     return list(product(*(partitions[:num_of_chain] for partitions in options)))

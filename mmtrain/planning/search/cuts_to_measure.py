@@ -12,6 +12,7 @@ from mmtrain.planning.layer_costs.layer_partition import (
     in_flight_by_chunk,
     jittered_partitions,
     recompute_to_fit,
+    whole_root,
 )
 from mmtrain.planning.layer_costs.span_recompute import SpanRecompute
 from mmtrain.planning.space.candidate import Candidate, LayerPartition, SearchResults, rank_candidates
@@ -74,7 +75,7 @@ def _estimated_neighbours(size: Candidate, evaluator: Evaluator) -> list[Candida
         recompute = [
             recompute_to_fit(chain, in_flight_by_chunk(chain, in_flight), evaluator.memory_bytes) for chain in chains
         ]
-    num_of_chain = max(2, int(budget.max_jitters_per_assignment ** (1 / len(chains))))
+    num_of_chain = max(2, whole_root(budget.max_jitters_per_assignment, len(chains)))
     options = [
         jittered_partitions(chain, around, of_chain, budget)[:num_of_chain]
         for chain, around, of_chain in zip(chains, size.partition, recompute, strict=True)
