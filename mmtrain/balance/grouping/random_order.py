@@ -12,10 +12,10 @@ import numpy as np
 
 from mmtrain.balance.batch_meta import FloatArray, IntArray
 from mmtrain.balance.grouping.pack_groups import SampleGroups
+from mmtrain.balance.matched.group_exchange import ROUNDING
 
 MAX_RATIO = 1.1  # of a step's variance over that of shuffled samples, above which groups are dealt by strata
 MAX_FULLNESS_RATIO = 0.05  # the same of the part that comes from some groups being emptier than others
-MIN_CHANCE_SHARE = 1e-9  # of the squared load: less is rounding, and the load is in proportion to LLM tokens
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def _excess(of_samples: FloatArray, of_groups: FloatArray, totals: IntArray) -> 
     for column in range(1, len(sums)) if sums[0] else ():
         density = sums[column] / sums[0]
         chance = _sum_of_squares(of_samples[:, column] - density * of_samples[:, 0])
-        if chance > MIN_CHANCE_SHARE * _sum_of_squares(of_samples[:, column]):
+        if chance > ROUNDING * _sum_of_squares(of_samples[:, column]):
             loads.append((density, chance, of_groups[:, column] - density * of_groups[:, 0]))
     excess = _Excess(0.0, np.zeros(len(of_groups)), False, 1.0)
     if not loads:

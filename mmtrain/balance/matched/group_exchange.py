@@ -10,14 +10,13 @@ import numpy as np
 
 from mmtrain.balance.batch_meta import FloatArray, IntArray
 
-EXTRA_PLACES = 2  # of a group, empty at first: what a group may hold more samples than the largest had
 PAIRS_AT_A_TIME = 64  # their arrays fit into a core's cache
-# That a group tries at once in a round of few groups, which takes little longer than one. Where there are more groups
-# than `PAIRS_AT_A_TIME` has room for, one partner each in more rounds gains more.
-MAX_PARTNERS = 8
+# Places of each of two groups in a round, and partners of a group in a round of few groups, which takes little longer
+# than one. Later rounds try others. With more groups than `PAIRS_AT_A_TIME` has room for, one partner each in more
+# rounds gains more.
+MAX_TRIED = 8
 MAX_RELIEVED_SHARE = 1 / 16  # of the groups: with more that have too much, targets do not suit the samples
 STRIDE_OF_OTHERS = 13  # groups by which partners shift from one handing on to the next
-MAX_PLACES_TRIED = 8  # of each of two groups in a round; larger groups try other places in the next one
 FIRST_LIMIT_WEIGHT = 2**-6  # of what a group is above a budget, beside loads: at 1, images move for a few tokens
 PARTNERS_TO_DOUBLE_WEIGHT = 18
 ROUNDING = 1e-9  # of shares of the mean load, of their squares, and of whole units
@@ -44,7 +43,7 @@ class GroupTable:
         self._weights = np.broadcast_to(weights, targets.shape).T
         self._limits: list[tuple[FloatArray, FloatArray, int]] = []
         self._sizes = np.bincount(group, minlength=num_groups)
-        num_places = max(int(self._sizes.max()) + EXTRA_PLACES, MAX_PLACES_TRIED)
+        num_places = max(int(self._sizes.max()) + 2, MAX_TRIED)  # the largest group may grow by an exchange
         self.members = np.full((num_groups, num_places), self._empty, dtype=np.int64)
         self.members[np.arange(num_places) < self._sizes[:, None]] = np.argsort(group, kind="stable")
         self.excess: FloatArray = np.stack(
@@ -106,9 +105,11 @@ class GroupTable:
             num_pairs = max(int((excess > tolerance).sum()), int((excess < -tolerance).sum()))
             num_pairs = min(num_pairs, num_groups // 2)
             ascending = np.argsort(excess, kind="stable")
-            is_few = num_pairs * MAX_PARTNERS <= PAIRS_AT_A_TIME
-            most = MAX_PARTNERS if is_few and not passes_on else 1
-            low = _partners(ascending[: num_groups // 2], num_pairs, turn // 2 if passes_on else num_tried, most)
+            low = ascending[: num_groups // 2]
+            if passes_on or num_pairs * MAX_TRIED > PAIRS_AT_A_TIME:
+                low = np.roll(low, -(turn // 2 if passes_on else num_tried))[:num_pairs]
+            else:
+                low = _partners(low, num_pairs, num_tried)
             self._exchange(ascending[::-1][:num_pairs], low, turn, num_exchanged)
             num_tried += len(low) // num_pairs
 
@@ -129,12 +130,12 @@ class GroupTable:
                 low = low[np.argsort(excess[low], kind="stable")]
                 num_pairs = min(len(high), len(low), PAIRS_AT_A_TIME)
                 given = np.roll(high, -shift)[:num_pairs]
-                self._exchange(given, _partners(low, num_pairs, shift, MAX_PARTNERS), shift, num_exchanged=2)
+                self._exchange(given, _partners(low, num_pairs, shift), shift, num_exchanged=2)
                 continue
             others = np.flatnonzero(np.abs(excess) <= tolerance)
             num_pairs = min(len(high), len(others), PAIRS_AT_A_TIME)
             if num_pairs:
-                partners = _partners(others, num_pairs, turn * STRIDE_OF_OTHERS, MAX_PARTNERS)
+                partners = _partners(others, num_pairs, turn * STRIDE_OF_OTHERS)
                 self._exchange(high[:num_pairs], partners, shift, num_exchanged=2, passed_load=load)
 
     def bring_within_limits(self, rounds: int) -> None:
@@ -146,7 +147,7 @@ class GroupTable:
                 if num_pairs == 0 or num_tried >= rounds:
                     break
                 ascending = np.argsort(used, kind="stable")
-                low = _partners(ascending[: len(used) // 2], num_pairs, num_tried, MAX_PARTNERS)
+                low = _partners(ascending[: len(used) // 2], num_pairs, num_tried)
                 weight = FIRST_LIMIT_WEIGHT * 2 ** (num_tried / PARTNERS_TO_DOUBLE_WEIGHT)
                 self._exchange(ascending[::-1][:num_pairs], low, turn, num_exchanged=2, limit=(number, weight))
                 num_tried += len(low) // num_pairs
@@ -277,22 +278,22 @@ class GroupTable:
     def _offers(self, turn: int, num_exchanged: int) -> IntArray:
         """(O, num_exchanged) places that a group offers together in a round."""
         num_places = self.members.shape[1]
-        first = turn * MAX_PLACES_TRIED % num_places
+        first = turn * MAX_TRIED % num_places
         offers = self._offers_of_turn.get((first, num_exchanged))
         if offers is None:
-            tried = (first + np.arange(min(num_places, MAX_PLACES_TRIED))) % num_places
+            tried = (first + np.arange(min(num_places, MAX_TRIED))) % num_places
             offers = tried[np.array(list(combinations(range(len(tried)), num_exchanged)))]
             self._offers_of_turn[first, num_exchanged] = offers
         return offers
 
 
-def _partners(low: IntArray, num_pairs: int, turn: int, most: int) -> IntArray:
+def _partners(low: IntArray, num_pairs: int, turn: int) -> IntArray:
     """Choose (num_pairs * K,) partners for groups, those of the first group first; later turns choose others.
 
-    low: at least `num_pairs` groups, those that should be chosen first in front. most: K at most.
+    low: at least `num_pairs` groups, those that should be chosen first in front.
     """
-    num_partners = max(min(most, PAIRS_AT_A_TIME // num_pairs, len(low) // num_pairs), 1)
-    chosen = np.concatenate([low[turn % len(low) :], low[: turn % len(low)]])[: num_pairs * num_partners]
+    num_partners = max(min(MAX_TRIED, PAIRS_AT_A_TIME // num_pairs, len(low) // num_pairs), 1)
+    chosen = np.roll(low, -turn)[: num_pairs * num_partners]
     return chosen.reshape(num_partners, num_pairs).T.ravel()
 
 

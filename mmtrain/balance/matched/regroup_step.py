@@ -17,9 +17,8 @@ TOKENS_TOLERANCE = 0.001  # of a group's mean
 LARGE_TOKENS_EXCESS = 0.004  # the same for groups that have not come nearer by then
 # Measured by scripts/bench_balance.py at 8 x 8 and 64 x 8: twice as many gain less than a tenth.
 ROUNDS_OF_ONE = 4
-ROUNDS_OF_TWO = 24
+ROUNDS = 24  # of two samples of the coarsest load, and of one sample of the tokens
 ROUNDS_OF_TWO_FINE = 8  # of a load without whole units: the other samples even it out later
-ROUNDS_OF_TOKENS = 24
 LAST_ROUNDS = 10
 ROUNDS_OF_LARGE_EXCESS = 16
 ROUNDS_OF_RELIEF = 40
@@ -110,7 +109,7 @@ class _Step:
             np.array([1.0, DENSE_TOKENS_WEIGHT]),
         )
         table.bring_to_targets(0, self._tolerance, ROUNDS_OF_ONE, num_exchanged=1)
-        rounds = ROUNDS_OF_TWO if load.is_coarse else ROUNDS_OF_TWO_FINE
+        rounds = ROUNDS if load.is_coarse else ROUNDS_OF_TWO_FINE
         table.bring_to_targets(0, self._tolerance, rounds, num_exchanged=2, passes_on=load.is_coarse)
         if load.is_coarse:
             group_units = np.zeros(self._num_groups, dtype=np.int64)
@@ -120,7 +119,7 @@ class _Step:
             table.raise_targets(0, raised * share)
             table.raise_targets(1, raised * tokens_share)
             self._targets = targets
-            table.bring_to_targets(0, self._tolerance, ROUNDS_OF_TWO, num_exchanged=2, passes_on=True)
+            table.bring_to_targets(0, self._tolerance, ROUNDS, num_exchanged=2, passes_on=True)
         return table.group_of_samples()
 
     def in_order_of_targets(self, groups: Sequence[IntArray]) -> IntArray:
@@ -150,7 +149,7 @@ class _Step:
     def even_out(self, table: GroupTable) -> None:
         """Exchange samples until the loads of all groups are near their targets."""
         last = len(self._weights) - 1
-        table.bring_to_targets(last, TOKENS_TOLERANCE, ROUNDS_OF_TOKENS, num_exchanged=1)
+        table.bring_to_targets(last, TOKENS_TOLERANCE, ROUNDS, num_exchanged=1)
         table.bring_to_targets(last, TOKENS_TOLERANCE, LAST_ROUNDS, num_exchanged=2)
         table.bring_within_limits(ROUNDS_WITHIN_LIMITS)
         table.bring_to_targets(0, self._tolerance, LAST_ROUNDS, num_exchanged=2)
