@@ -23,7 +23,8 @@ import torch
 
 from mmtrain.costs.hardware import GIB
 from mmtrain.planning.artifact.plan import Plan
-from mmtrain.planning.planner import plan_recipe
+from mmtrain.planning.formulate import formulate_problem
+from mmtrain.planning.planner import plan as search_plan
 from mmtrain.recipe import Recipe, recipe_fingerprint
 from mmtrain.runtime.execution.activity import Activity
 from mmtrain.runtime.execution.input_arena import copier_for
@@ -93,8 +94,9 @@ def rows(dry: bool, snapshot: Path) -> Iterator[Finding]:
     case = DRY_CASE if dry else CASE
     recipe = case.recipe()
     samples = SyntheticSamples(recipe, DRY_SIZES if dry else SIZES)
-    plan = plan_recipe(
-        recipe, samples.lengths, world_size=1, hardware=detect_hardware(), recipe_sha256=recipe_fingerprint(recipe)
+    fingerprint, hardware = recipe_fingerprint(recipe), detect_hardware()
+    plan = search_plan(
+        formulate_problem(recipe, samples.lengths, world_size=1, hardware=hardware, recipe_sha256=fingerprint)
     )
     note = "dry: " if dry else ""
     expected = run_variant(recipe, plan, samples, snapshot)
