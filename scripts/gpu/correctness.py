@@ -102,7 +102,8 @@ def main() -> None:
     num_devices = 2 if options.dry_run else torch.cuda.device_count()
     findings: list[Finding] = []
     for row in rows(device, num_devices, train_here, max_meshes=1 if options.dry_run else None):
-        findings.append(row.finding())
+        finding = row.finding()
+        findings.append(replace(finding, check=f"dry: {finding.check}") if options.dry_run else finding)
         print(findings[-1], flush=True)
         options.out.write_text(json.dumps([asdict(finding) for finding in findings]), encoding="utf-8")
 
