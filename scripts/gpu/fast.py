@@ -1,8 +1,8 @@
 """`first_gpu.py --part fast`: how fast are training steps, and what takes their time?
 
 First FlashAttention-4 against the reference, for the cases run on it. Then the three cases that say most, with their
-kernels, idle time and lines that wait; the loss of a 7B model's head; and, as far as there is time, the costs of layers
-as `mmtrain profile` measures them, and all other cases.
+kernels, idle time and lines that wait; the loss of a 7B model's head; and, as far as there is time, work side by side
+in one step (`overlap`), the costs of layers as `mmtrain profile` measures them, and all other cases.
 """
 
 import json
@@ -19,7 +19,7 @@ from scripts.gpu.limited import python_command
 from scripts.gpu.session import Session, file_stem
 from scripts.gpu.training_run import profile_and_plan
 
-CASE_LIMIT_S, LOSS_LIMIT_S, ATTENTION_LIMIT_S = 150, 60, 60
+CASE_LIMIT_S, LOSS_LIMIT_S, ATTENTION_LIMIT_S, OVERLAP_LIMIT_S = 150, 60, 60, 180
 # Of a 7B model's head, with all tokens of a microbatch as targets, and with half.
 LOSS_SIZES = ("--tokens", "8192", "--hidden", "3584", "--vocab", "152064", "--targets", "1.0", "0.5", "--rounds", "5")
 DRY_LOSS_SIZES = ("--tokens", "32", "--hidden", "16", "--vocab", "64", "--targets", "1.0", "--rounds", "2")
@@ -38,6 +38,7 @@ def measure(session: Session) -> None:
     measure_loss(session)
     for case in cases[2:3]:
         measure_case(session, case)
+    session.run_rows("overlap", OVERLAP_LIMIT_S)
     session.guard(profile_and_plan)
     for case in cases[3:]:
         measure_case(session, case)

@@ -451,7 +451,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("first-gpu")
 
 
-@pytest.mark.slow
+@pytest.mark.long  # environment B of CI runs the same
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("part", "rows"), [("right", 40), ("fast", 12)])
 def test_each_part_runs_dry(out: Path, monkeypatch: pytest.MonkeyPatch, part: str, rows: int) -> None:

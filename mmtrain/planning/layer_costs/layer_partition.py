@@ -514,5 +514,5 @@ def _fixed_span_masks(bounds: Sequence[int], num_chunks: int, spans: Sequence[in
 
 def whole_root(value: int, degree: int) -> int:
     """Return the largest whole number whose power `degree` is at most `value`; floats make 3.99... of 64 ** (1 / 3)."""
-    root = round(value ** (1 / degree))
+    root: int = round(value ** (1 / degree))
     return root if root**degree <= value else root - 1
