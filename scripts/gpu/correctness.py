@@ -1,4 +1,4 @@
-"""What block 1 of `first_gpu.py` compares: whether this machine computes what the tests hold CPUs to.
+"""What `first_gpu.py --part right` compares: whether this machine computes what the tests hold CPUs to.
 
     python -m scripts.gpu.correctness rows.json [--dry-run]
 
