@@ -45,10 +45,8 @@ from mmtrain.planning import Plan
 from mmtrain.planning.artifact.balancing_targets import derive_step_targets
 from mmtrain.planning.artifact.plan_change import plan_layout
 from mmtrain.planning.evaluate.simulate_plan import simulate_plan
-from mmtrain.planning.formulate import formulate_problem
-from mmtrain.planning.planner import plan as search_plan
 from mmtrain.planning.space.constraints import sizes_to_measure
-from mmtrain.recipe import Recipe, load_recipe, recipe_fingerprint
+from mmtrain.recipe import Recipe, load_recipe
 from mmtrain.report.comparison import RunTrace, comparison_rows, comparison_text, critical_path_rows
 from mmtrain.runtime.execution.activity import Activity
 from mmtrain.runtime.execution.optimizer import UnitOptimizer
@@ -62,6 +60,7 @@ from mmtrain.runtime.training.hooks.tracing import RunTracer
 from mmtrain.runtime.training.step_metrics import StepMetricsReducer
 from mmtrain.runtime.world import Address, join, leave
 from scripts.measurements import arguments, start
+from scripts.plans import fastest_plan
 
 RANKS, WARM_UP = 2, 4
 GEMM_SIDE, NUM_GEMMS = 512, 5  # of one timing of the core's speed
@@ -198,15 +197,7 @@ def run(case: str, recipe: Recipe, folder: Path, options: argparse.Namespace, ge
     """Plan the case, train some steps, and compare; `gemm_s`: what a GEMM took around the profile."""
     num_ranks = NUM_RANKS.get(case, RANKS)
     lengths = build_index(recipe).lengths
-    chosen = search_plan(
-        formulate_problem(
-            recipe,
-            lengths,
-            world_size=num_ranks,
-            hardware="cpu-core",
-            recipe_sha256=recipe_fingerprint(recipe),
-        )
-    )
+    chosen = fastest_plan(recipe, lengths, num_ranks, "cpu-core")
     trace_file, memory_file = folder / "trace.json", folder / "memory.json"
     launch_local(num_ranks, partial(run_rank, recipe, chosen, options.steps, trace_file, memory_file))
     trace = RunTrace.load(trace_file)

@@ -37,8 +37,6 @@ from mmtrain.data.loading.payload import build_encoder_payload, build_text_paylo
 from mmtrain.data.text.sample_tokenizer import IGNORE_INDEX, EncodedSample
 from mmtrain.planning import Plan
 from mmtrain.planning.artifact.balancing_targets import derive_step_targets
-from mmtrain.planning.formulate import formulate_problem
-from mmtrain.planning.planner import plan as search_plan
 from mmtrain.program import Action, Dispatch
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.execution.executor import Executor
@@ -47,6 +45,7 @@ from mmtrain.runtime.execution.rank_context import RankContext, build_rank_conte
 from mmtrain.runtime.resilience.launch import launch_local
 from mmtrain.runtime.world import Address, join, leave
 from scripts.measurements import Report, arguments, start
+from scripts.plans import fastest_plan
 
 MODES: Mapping[str, Mapping[str, str]] = {  # by name: settings of `parallel`
     "none": {"dispatch": "none"},
@@ -193,9 +192,7 @@ def main() -> None:
     plans = {}
     for mode in MODES:
         recipe = _recipe(mode)
-        plans[mode] = search_plan(
-            formulate_problem(recipe, samples.lengths, world_size=NUM_RANKS, hardware="cpu-core", recipe_sha256="")
-        )
+        plans[mode] = fastest_plan(recipe, samples.lengths, NUM_RANKS, "cpu-core")
     kinds = ", ".join(f"{share:.0%} {name}" for name, share in SHARES.items())
     report.line(f"{NUM_RANKS} ranks, {num_steps} steps of {2 * NUM_RANKS} groups of at most 1,024 tokens; {kinds}")
     report.line()
@@ -346,9 +343,7 @@ def _count_off_node_bytes(report: Report, node_wise: bool, samples: LopsidedSamp
         "train": {**SETTINGS["train"], "global_batch": 2 * num_ranks},
     }
     recipe = Recipe.model_validate({**SETTINGS, **changes})
-    plan = search_plan(
-        formulate_problem(recipe, samples.lengths, world_size=num_ranks, hardware="cpu-core", recipe_sha256="")
-    )
+    plan = fastest_plan(recipe, samples.lengths, num_ranks, "cpu-core")
     by_rank, seconds = np.zeros((num_steps, 2)), []
     for step in range(num_steps):
         start = time.thread_time()

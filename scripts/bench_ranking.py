@@ -21,14 +21,13 @@ from mmtrain.data.synthetic.demo import generate_demo
 from mmtrain.data.synthetic.digits import prepare_digits
 from mmtrain.errors import PlanError
 from mmtrain.planning import Plan
-from mmtrain.planning.formulate import formulate_problem
-from mmtrain.planning.planner import plan as search_plan
 from mmtrain.planning.space.constraints import sizes_to_measure
 from mmtrain.planning.space.problem import PlanRequest
-from mmtrain.recipe import Recipe, recipe_fingerprint
+from mmtrain.recipe import Recipe
 from mmtrain.runtime.profiling.measure_plans import measure_step_times
 from mmtrain.runtime.profiling.profile import ProfileRequest, profile
 from scripts.measurements import Report
+from scripts.plans import fastest_plan
 
 RANKS = 2
 NEAR = 1.05  # of the fastest measured time: the limit for the plan ranked first
@@ -127,16 +126,8 @@ def every_plan(settings: Recipe, lengths: SampleLengths) -> list[Plan]:
             parallel = settings.parallel.model_copy(update={"placement": placement})
             restricted = settings.model_copy(update={"parallel": parallel})
             try:
-                search_plan(
-                    formulate_problem(
-                        restricted,
-                        lengths,
-                        world_size=RANKS,
-                        hardware="cpu-core",
-                        recipe_sha256=recipe_fingerprint(restricted),
-                        request=PlanRequest(num_alternatives=1_000, measure=as_predicted),
-                    )
-                )
+                request = PlanRequest(num_alternatives=1_000, measure=as_predicted)
+                fastest_plan(restricted, lengths, RANKS, "cpu-core", request)
             except PlanError as error:
                 print(f"  {placement}: {str(error).splitlines()[0]}")
     return plans

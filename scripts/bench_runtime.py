@@ -19,9 +19,7 @@ from typing import Any
 from mmtrain.api.local_cluster import resolve_cluster
 from mmtrain.data import BatchBuilder, GroupStream, build_index
 from mmtrain.planning.artifact.plan import Plan
-from mmtrain.planning.formulate import formulate_problem
-from mmtrain.planning.planner import plan as search_plan
-from mmtrain.recipe import Recipe, load_recipe, recipe_fingerprint
+from mmtrain.recipe import Recipe, load_recipe
 from mmtrain.runtime.execution.optimizer import Optimizer
 from mmtrain.runtime.execution.rank_context import build_rank_context
 from mmtrain.runtime.execution.recorder import StepRecorder
@@ -31,6 +29,7 @@ from mmtrain.runtime.training.hooks.tracing import RunTracer
 from mmtrain.runtime.training.step_metrics import StepMetricsReducer
 from mmtrain.runtime.world import Address, join, leave
 from scripts.measurements import Report, arguments, start
+from scripts.plans import fastest_plan
 
 NUM_WARM_UP_STEPS = 5
 NUM_STEPS = 30
@@ -67,11 +66,7 @@ def main() -> None:
     recipe = load_recipe(options.recipe, options.set).recipe
     ranks, hardware = resolve_cluster(recipe)
     lengths = build_index(recipe).lengths
-    chosen = search_plan(
-        formulate_problem(
-            recipe, lengths, world_size=ranks, hardware=hardware, recipe_sha256=recipe_fingerprint(recipe)
-        )
-    )
+    chosen = fastest_plan(recipe, lengths, ranks, hardware)
     report.line(f"{chosen.placement} plan")
     report.line()
     report.targets()

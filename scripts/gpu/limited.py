@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 KERNELS_FOLDER = "compiled-kernels"
 POLL_S = 0.2
-END_GRACE_S = 5.0  # in which a command that is told to end may do so by itself
+END_GRACE_S = 5.0  # between SIGTERM and SIGKILL
 _RUNNING: "set[subprocess.Popen[bytes]]" = set()
 
 

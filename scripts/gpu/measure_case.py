@@ -18,9 +18,6 @@ from mmtrain.costs.hardware import GIB
 from mmtrain.data.loading.batch_builder import StepData
 from mmtrain.errors import MmtrainError
 from mmtrain.planning.artifact.plan import Plan
-from mmtrain.planning.formulate import formulate_problem
-from mmtrain.planning.planner import plan as search_plan
-from mmtrain.recipe import recipe_fingerprint
 from mmtrain.runtime.execution.input_arena import copier_for
 from mmtrain.runtime.execution.rank_context import RankContext, build_rank_context
 from mmtrain.runtime.execution.recorder import clock_for
@@ -33,6 +30,7 @@ from scripts.gpu.cases import BenchCase
 from scripts.gpu.findings import predicted_allocation_gib, write_json
 from scripts.gpu.kernel_profile import profile_step, synchronizing_lines
 from scripts.gpu.synthetic import DRY_SIZES, SIZES, SyntheticSamples
+from scripts.plans import fastest_plan
 
 WARM_UP_STEPS, TIMED_STEPS = 3, 8
 DRY_WARM_UP_STEPS, DRY_TIMED_STEPS = 1, 2
@@ -110,10 +108,7 @@ def _measure(result: CaseResult, save: Callable[[], None], with_kernels: bool, t
     sizes = DRY_SIZES if case.dry else SIZES
     samples = SyntheticSamples(recipe, sizes)
     result.hardware = detect_hardware()
-    fingerprint = recipe_fingerprint(recipe)
-    plan = search_plan(
-        formulate_problem(recipe, samples.lengths, world_size=1, hardware=result.hardware, recipe_sha256=fingerprint)
-    )
+    plan = fastest_plan(recipe, samples.lengths, 1, result.hardware)
     result.predicted_step_s = plan.predicted.step_time_s
     result.predicted_gib = predicted_allocation_gib(plan.predicted)
     result.recomputed_layers = {unit: part.num_recomputed for unit, part in plan.units.items()}

@@ -23,9 +23,7 @@ import torch
 
 from mmtrain.costs.hardware import GIB
 from mmtrain.planning.artifact.plan import Plan
-from mmtrain.planning.formulate import formulate_problem
-from mmtrain.planning.planner import plan as search_plan
-from mmtrain.recipe import Recipe, recipe_fingerprint
+from mmtrain.recipe import Recipe
 from mmtrain.runtime.execution.activity import Activity
 from mmtrain.runtime.execution.input_arena import copier_for
 from mmtrain.runtime.execution.rank_context import RankContext, build_rank_context
@@ -37,6 +35,7 @@ from mmtrain.runtime.world import Address, detect_hardware, join, leave, limit_t
 from scripts.gpu.cases import BenchCase
 from scripts.gpu.findings import Finding
 from scripts.gpu.synthetic import DRY_SIZES, SIZES, SyntheticSamples
+from scripts.plans import fastest_plan
 
 CASE, DRY_CASE = BenchCase("0.6B + 1.5B", 4096, "auto"), BenchCase("tiny", 128, "auto", dry=True)
 NUM_WARM_UP, NUM_TIMED, LEARNING_RATE = 2, 4, 1e-5
@@ -94,10 +93,7 @@ def rows(dry: bool, snapshot: Path) -> Iterator[Finding]:
     case = DRY_CASE if dry else CASE
     recipe = case.recipe()
     samples = SyntheticSamples(recipe, DRY_SIZES if dry else SIZES)
-    fingerprint, hardware = recipe_fingerprint(recipe), detect_hardware()
-    plan = search_plan(
-        formulate_problem(recipe, samples.lengths, world_size=1, hardware=hardware, recipe_sha256=fingerprint)
-    )
+    plan = fastest_plan(recipe, samples.lengths, 1, detect_hardware())
     note = "dry: " if dry else ""
     expected = run_variant(recipe, plan, samples, snapshot)
     yield Finding(f"{note}{AS_PLANNED.name}, {case.name}", describe(expected))

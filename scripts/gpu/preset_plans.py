@@ -10,12 +10,10 @@ from pathlib import Path
 
 from mmtrain.costs.hardware import GIB, PRESETS
 from mmtrain.errors import MmtrainError
-from mmtrain.planning.formulate import formulate_problem
-from mmtrain.planning.planner import plan as search_plan
-from mmtrain.recipe import recipe_fingerprint
 from scripts.gpu.cases import BenchCase, first_cases
 from scripts.gpu.findings import Finding, predicted_allocation_gib, write_json
 from scripts.gpu.synthetic import SIZES, SyntheticSamples
+from scripts.plans import fastest_plan
 
 CHOICE = ("auto", "auto")
 
@@ -39,10 +37,7 @@ def plan_finding(case: BenchCase, hardware: str) -> Finding:
     lengths = SyntheticSamples(recipe, SIZES).lengths
     check = f"plan on {hardware}: {case.model}, {case.tokens} tokens"
     try:
-        fingerprint = recipe_fingerprint(recipe)
-        plan = search_plan(
-            formulate_problem(recipe, lengths, world_size=1, hardware=hardware, recipe_sha256=fingerprint)
-        )
+        plan = fastest_plan(recipe, lengths, 1, hardware)
     except MmtrainError as error:
         return Finding(check, f"no plan: {str(error).splitlines()[0]}", "failed")
     predicted = plan.predicted
