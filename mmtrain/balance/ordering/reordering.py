@@ -9,6 +9,7 @@ from mmtrain.balance.ordering.makespan_1f1b import makespans_1f1b
 from mmtrain.balance.ordering.uneven_stage import order_around_uneven_stage, varies_in_one_stage
 
 SWAPS_PER_ROUND = 256  # scored together; the recurrence costs little more for many orders than for one
+MAX_COMBINED_SWAPS = 24  # improving swaps that are tried together
 
 
 def reorder_microbatches(
@@ -125,11 +126,11 @@ def _swapped(order: IntArray, pairs: list[IntArray]) -> IntArray:
 
 
 def _disjoint(pairs: IntArray) -> list[IntArray]:
-    """The first of `pairs` that share no place."""
+    """The first of `pairs` that share no place, at most MAX_COMBINED_SWAPS."""
     used: set[int] = set()
     chosen: list[IntArray] = []
     for pair in pairs:
-        if used.isdisjoint(pair.tolist()):
+        if used.isdisjoint(pair.tolist()) and len(chosen) < MAX_COMBINED_SWAPS:
             used.update(pair.tolist())
             chosen.append(pair)
     return chosen

@@ -23,6 +23,8 @@ from mmtrain.balance.batch_meta import FloatArray, IntArray
 
 # Of the uneven stage's deviation, that of the others: at a sixth, random swaps gain more than the formula.
 MAX_DEVIATION_OF_OTHERS = 0.05
+MAX_SWEEPS = 24  # the descent mostly ends after ten
+MAX_SWAPS_PER_SWEEP = 48  # the best swaps that a sweep considers
 WARM_UP_TERM = "warm-up"  # the term that many positions share
 COOL_DOWN_TERM = "cool-down"
 
@@ -49,7 +51,7 @@ def order_around_uneven_stage(forward: FloatArray, backward: FloatArray, order: 
     if max(p.num_stages_to_end for p in pipelines) * 2 > len(order):
         return order
     order = order.copy()
-    for _ in range(len(order)):  # mostly ten sweeps
+    for _ in range(MAX_SWEEPS):
         for p in pipelines:
             _sort_cool_down(p, order)
         change = np.sum([replacement_changes(p, order) for p in pipelines], axis=0)[:, order]
@@ -121,7 +123,7 @@ def _swap(order: IntArray, change_of_swap: FloatArray, distances: set[int]) -> i
     """
     num, num_swaps = len(order), 0
     pairs = np.flatnonzero(np.triu(change_of_swap, 1) < -1e-9)
-    best_first = pairs[np.argsort(change_of_swap.ravel()[pairs], kind="stable")[:num]]
+    best_first = pairs[np.argsort(change_of_swap.ravel()[pairs], kind="stable")[:MAX_SWAPS_PER_SWEEP]]
     used: set[int | str] = set()  # positions and terms
     for pair in best_first.tolist():
         i, j = divmod(pair, num)
