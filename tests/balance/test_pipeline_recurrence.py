@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from mmtrain.balance.batch_meta import FloatArray
 from mmtrain.balance.ordering.pipeline_recurrence import (
+    MAX_SEPARATE_COLUMNS,
     NO_MESSAGE,
     Dependencies,
     PipelineRecurrence,
@@ -18,14 +19,14 @@ NUM_COLUMNS = 4
 
 @st.composite
 def dependencies(draw: st.DrawFn) -> tuple[int, Dependencies]:
-    """Draw randomly numbered actions that wait for earlier ones, some for many."""
+    """Draw randomly numbered actions that wait for earlier ones, some for more than are compared one by one."""
     num_actions = draw(st.integers(1, 30))
     rng = np.random.default_rng(draw(st.integers(0, 10_000)))
     number = rng.permutation(num_actions)
     consumers, producers = [], []
     for action in range(1, num_actions):
         wide = rng.random() < 0.2
-        count = min(action, int(rng.integers(0, 16 if wide else 3)))
+        count = min(action, int(rng.integers(0, 4 * MAX_SEPARATE_COLUMNS if wide else 3)))
         consumers += [number[action]] * count
         producers += number[rng.choice(action, count, replace=False)].tolist()
     message = rng.integers(-1, NUM_MESSAGES, len(consumers))  # -1 is NO_MESSAGE

@@ -17,6 +17,7 @@ from mmtrain.balance.batch_meta import FloatArray, IntArray
 
 NO_MESSAGE = -1  # number of the message, with delay 0, of a dependency inside a rank
 TABLE_BYTES = 5 * 2**17  # of durations that are computed at a time, so that they stay in a core's cache
+MAX_SEPARATE_COLUMNS = 4  # producers of an action that are compared one after another; more go into one call
 
 
 @dataclass(frozen=True)
@@ -30,10 +31,10 @@ class Dependencies:
 
 @dataclass(frozen=True)
 class _ProducerColumn:
-    """The next producer of each of the first k actions of a level."""
+    """The next producer, or several of them, of the first k actions of a level."""
 
-    rows: IntArray  # (k,) where the producers stand in the table
-    messages: IntArray | None  # (k,); None if no message is needed
+    rows: IntArray  # (k,) or (width, k) where the producers stand in the table
+    messages: IntArray | None  # of the same shape; None if no message is needed
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,8 @@ class PipelineRecurrence:
         for level in self._levels:
             ready = _ready(table, level.columns[0], message_delays)
             for column in level.columns[1:]:
-                start = ready[: len(column.rows)]
+                num_consumers = column.rows.shape[-1]
+                start = ready[:num_consumers]
                 np.maximum(start, _ready(table, column, message_delays), out=start)
             ends = table[level.first : level.last]
             np.add(ends, ready, out=ends)
@@ -92,7 +94,10 @@ def _ready(table: FloatArray, column: _ProducerColumn, message_delays: FloatArra
     arrivals: FloatArray = table.take(column.rows, axis=0)
     if column.messages is not None and message_delays is not None:
         arrivals += message_delays.take(column.messages, axis=0)
-    return arrivals
+    if column.rows.ndim == 1:
+        return arrivals
+    last: FloatArray = arrivals.max(axis=0)
+    return last
 
 
 def _columns(
@@ -109,14 +114,35 @@ def _columns(
     level_of_consumer = level[dependencies.consumer]
     order = np.lexsort((row[dependencies.consumer], column, level_of_consumer))
     rows, messages = row[dependencies.producer[order]], dependencies.message[order]
-    levels, numbers = level_of_consumer[order], column[order]
-    is_first = np.ones(len(order), dtype=np.bool_)
-    is_first[1:] = (levels[1:] != levels[:-1]) | (numbers[1:] != numbers[:-1])
+    starts = _starts_of_runs(level_of_consumer[order], column[order])
+    sizes = np.diff(np.append(starts, len(order)))
+    levels = level_of_consumer[order[starts]]
     columns: dict[int, list[_ProducerColumn]] = {}
-    for first, last in pairwise([*np.flatnonzero(is_first).tolist(), len(order)]):
-        needed = messages[first:last] if (messages[first:last] != NO_MESSAGE).any() else None
-        columns.setdefault(int(levels[first]), []).append(_ProducerColumn(rows[first:last], needed))
+    for lo, hi in pairwise([*_starts_of_runs(levels, sizes).tolist(), len(starts)]):
+        # These columns of one level concern equally many actions, so that they fit into one table.
+        table = slice(starts[lo], starts[lo] + (hi - lo) * sizes[lo])
+        table_rows, table_messages = rows[table].reshape(hi - lo, -1), messages[table].reshape(hi - lo, -1)
+        if hi - lo <= MAX_SEPARATE_COLUMNS:
+            level_columns = [_column(*part) for part in zip(table_rows, table_messages, strict=True)]
+        else:
+            level_columns = [_column(table_rows, table_messages)]
+        columns.setdefault(int(levels[lo]), []).extend(level_columns)
     return columns
+
+
+def _column(rows: IntArray, messages: IntArray) -> _ProducerColumn:
+    """A column without the numbers of its messages where all are `NO_MESSAGE`."""
+    return _ProducerColumn(rows, messages if (messages != NO_MESSAGE).any() else None)
+
+
+def _starts_of_runs(*keys: IntArray) -> IntArray:
+    """Where runs of equal keys start."""
+    changes = np.zeros(len(keys[0]), dtype=np.bool_)
+    changes[:1] = True
+    for key in keys:
+        changes[1:] |= key[1:] != key[:-1]
+    starts: IntArray = np.flatnonzero(changes)
+    return starts
 
 
 def _levels(num_actions: int, dependencies: Dependencies) -> IntArray:
