@@ -6,13 +6,14 @@ from typing import Any
 
 from mmtrain.balance.grouping.summary import GroupingScore
 from mmtrain.planning.artifact.plan import Plan
+from mmtrain.program.ir.program import ranges_text
 from mmtrain.report.comparison import comparison_cells, comparison_head
 from mmtrain.report.drawing import DARK_COLORS, LIGHT_COLORS, UNIT_COLORS, Color, svg, unit_color
 from mmtrain.report.idle_time import IDLE_MEANINGS, IDLE_NAMES
 from mmtrain.report.logged_totals import PHASE_HEAD, PHASE_TITLE, SOURCE_HEAD, phase_rows, sum_sources
 from mmtrain.report.plain_text import memory_text, seconds_text
 from mmtrain.report.plan_picture import plan_drawing
-from mmtrain.report.rank_groups import layers_text, ranges_text, recompute_text, stage_ranks
+from mmtrain.report.rank_groups import layers_text, recompute_text, stage_ranks
 from mmtrain.report.report_contents import (
     ReportContents,
     drawn_steps,

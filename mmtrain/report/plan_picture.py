@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from mmtrain.planning.artifact.plan import Plan, StagePlan
+from mmtrain.program.ir.program import ranges_text
 from mmtrain.report.drawing import Box, Color, Drawing, Label, Mark, Polyline, unit_color
 from mmtrain.report.rank_groups import (
     RankGroup,
@@ -13,7 +14,6 @@ from mmtrain.report.rank_groups import (
     UnitStages,
     activation_notes,
     layers_text,
-    ranges_text,
     rank_groups,
     recompute_text,
     stage_ranks,

@@ -8,11 +8,12 @@ from rich.table import Table
 
 from mmtrain.planning.artifact.plan import AS_FAST_RATIO, AS_FAST_TEXT, Plan, Prediction, UnitPlan
 from mmtrain.program.ir.graph import LLM
+from mmtrain.program.ir.program import ranges_text
 from mmtrain.report.idle_time import idle_text
 from mmtrain.report.logged_totals import predicted_phases
 from mmtrain.report.metrics_record import compact_number
 from mmtrain.report.plain_text import DEFAULT_WIDTH, memory_text, render_text, seconds_text
-from mmtrain.report.rank_groups import RankGroup, activation_notes, ranges_text, rank_groups
+from mmtrain.report.rank_groups import RankGroup, activation_notes, rank_groups
 
 BALANCE_LEGEND = (
     "Variances of the parameters in billions, of the number of layers, and of the forward of one LLM microbatch in ms; "

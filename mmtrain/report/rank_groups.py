@@ -7,6 +7,7 @@ from math import gcd
 
 from mmtrain.planning.artifact.plan import Plan, StagePlan, UnitPlan
 from mmtrain.program.ir.graph import LLM
+from mmtrain.program.ir.program import ranges_text
 from mmtrain.report.plain_text import memory_text
 
 _GENERATOR = "generator"
@@ -150,21 +151,6 @@ def _first_rank_of_each_tp_group(plan: Plan, replicas: Mapping[str, range]) -> l
             for replica in replicas[name]
         }
     )
-
-
-def ranges_text(numbers: tuple[int, ...]) -> str:
-    """Write ascending numbers with runs shortened to ranges.
-
-    >>> ranges_text((0, 1, 2, 5))
-    '0-2, 5'
-    """
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def layers_text(stage: StagePlan) -> str:

@@ -11,10 +11,11 @@ import pytest
 from mmtrain.errors import UserError
 from mmtrain.planning import Plan, SchedulePlan, StagePlan, UnitPlan
 from mmtrain.program import Compute, Forward, Microbatch, Span, StageId, Timeline
+from mmtrain.program.ir.program import ranges_text
 from mmtrain.report.drawing import Box, Drawing, Label, Polyline, svg
 from mmtrain.report.figure_files import report_drawings, save_drawings
 from mmtrain.report.plan_picture import CARD_GAP_PX, CARD_WIDTH_PX, plan_drawing
-from mmtrain.report.rank_groups import ReplicaRanks, ranges_text, rank_groups, ranks_to_draw, stage_ranks, unit_edges
+from mmtrain.report.rank_groups import ReplicaRanks, rank_groups, ranks_to_draw, stage_ranks, unit_edges
 from mmtrain.report.report_contents import ReportContents, drawn_steps
 from mmtrain.report.timeline_picture import (
     MAX_TIMELINE_BOXES,

@@ -38,7 +38,7 @@ class Program:
         """
         if rank not in self.symmetry.location:
             raise ProgramError(
-                f"rank {rank} holds no stage; the program's ranks are {_spans(sorted(self.symmetry.location))}: "
+                f"rank {rank} holds no stage; the program's ranks are {ranges_text(sorted(self.symmetry.location))}: "
                 "start as many processes as the plan has ranks"
             )
         group, first = self.symmetry.location[rank]
@@ -94,15 +94,19 @@ class Program:
         return Microbatch(mb.unit, mb.replica + group * per_group, mb.index)
 
 
-def _spans(ranks: list[int]) -> str:
-    """Print ascending ranks as `0-3, 6`."""
-    spans: list[list[int]] = []
-    for rank in ranks:
-        if spans and rank == spans[-1][1] + 1:
-            spans[-1][1] = rank
+def ranges_text(numbers: Sequence[int]) -> str:
+    """Write numbers with ascending runs shortened to ranges.
+
+    >>> ranges_text((0, 1, 2, 5))
+    '0-2, 5'
+    """
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
         else:
-            spans.append([rank, rank])
-    return ", ".join(str(lo) if lo == hi else f"{lo}-{hi}" for lo, hi in spans)
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def _same_actions(actions: Sequence[Action] | None, others: Sequence[Action] | None) -> bool:
