@@ -224,7 +224,9 @@ def _layer_activation_bytes(
     t, h = load.tokens, layer.hidden
     match layer.kind:
         case "patch_embed":
-            return t * (element_bytes * (layer.media.patch_features + sum(layer.norm_widths)) + 4 * INDEX_BYTES)
+            # At most: the places and the weights of four corners of a grid of positions, which are interpolated.
+            numbers = layer.media.patch_features + sum(layer.norm_widths)
+            return t * (element_bytes * numbers + 4 * (INDEX_BYTES + FP32_BYTES))
         case "audio_embed":
             # Inputs of both convolutions, three frames side by side, and inputs of their activations.
             return t * (element_bytes * (2 * 3 * layer.media.mel_bins + 2 * h + 3 * h + h) + INDEX_BYTES)

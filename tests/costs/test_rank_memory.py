@@ -200,7 +200,28 @@ def test_activation_bytes_are_those_that_autograd_saves(unit: str, more: dict[st
     held_layers = HeldLayers(layers, input_grad, (False,) * len(layers), 1, 1, 1, load)
     predicted = microbatch_activation_bytes(held_layers, COSTS, "fp32")
     # Two norms over all heads and the layer scale are counted generously.
-    assert 1.0 <= predicted / real <= (1.08 if more is SCALED else 1.01)
+    assert 1.0 <= predicted / real <= (1.10 if more is SCALED else 1.01)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"class_token": False},
+        {"class_token": True},
+        {"class_token": True, "positions": "grid", "pre_norm": True},
+        {"class_token": False, "positions": "rotary", "position_grid": 4},
+        WINDOWED | {"window": 4},
+    ],
+)
+def test_an_embedding_of_patches_keeps_its_patches_and_no_tokens(more: dict[str, Any]) -> None:
+    model = settings(vision={"hidden": 96, "ffn": 256, **more})
+    layers = shape_of(model).unit("vision").layers[:1]
+    module = stage(model, "vision", (0, 1))
+    load = TokenLoad.of(np.array([r * c + more.get("class_token", 0) for r, c in IMAGES]))
+    real = saved_bytes(module, None, lambda hidden: module(hidden, images(*IMAGES), {}))
+    predicted = microbatch_activation_bytes(HeldLayers(layers, (False,), (False,), 1, 1, 1, load), COSTS, "fp32")
+    # Of 48 numbers a patch here, its places are a visible part, and the most that any model has.
+    assert 1.0 <= predicted / real <= 1.25
 
 
 @pytest.mark.parametrize(("unit", "layers"), [("vision", slice(1, 3)), ("llm", slice(1, 4)), ("llm", slice(3, 5))])

@@ -247,7 +247,7 @@ class PatchEmbed(nn.Module):
         elif self.grid_positions is not None:
             tables["grid_places"] = context.extra_tokens + grid.row * self.max_side + grid.col
         if self.class_token is not None:
-            tables["patch_places"] = grid.token_positions(1)
+            tables["token_sources"] = _among_class_tokens(grid, len(inputs.rows))
         if context.window_order is not None:
             tables["window_order"] = context.window_order
         return tables
@@ -270,8 +270,8 @@ class PatchEmbed(nn.Module):
         """Put the class token (plus its own grid position) before the patches of each image."""
         assert self.class_token is not None
         token = self.class_token if self.grid_positions is None else self.class_token + self.grid_positions[0]
-        class_tokens = token.expand(len(tokens) + num_images, -1)
-        return class_tokens.index_copy(0, tables["patch_places"], tokens)
+        # A copy by `index_copy` would keep the tokens until backward.
+        return torch.cat((tokens, token.expand(num_images, -1))).index_select(0, tables["token_sources"])
 
     def _check_sides(self, inputs: EncoderInput) -> None:
         longest = max((*inputs.rows, *inputs.cols), default=0)
@@ -280,6 +280,14 @@ class PatchEmbed(nn.Module):
                 f"an image is {longest} patches long, but the encoder's `max_side` is {self.max_side}: "
                 "raise max_side, or lower data.image.max_pixels (`native`) or data.image.size (`fixed`)"
             )
+
+
+def _among_class_tokens(grid: PatchGrid, num_images: int) -> IntArray:
+    """Return where each token stands among all patches, followed by a class token of each image."""
+    is_patch = np.zeros(len(grid.image) + num_images, dtype=np.bool_)
+    is_patch[grid.token_positions(1)] = True
+    # A stable sort: patches keep their order, and so do class tokens.
+    return np.argsort(np.argsort(~is_patch, kind="stable"))
 
 
 def _interpolate(grid_positions: Tensor, tables: Mapping[str, Tensor]) -> Tensor:
