@@ -17,8 +17,8 @@ from mmtrain.checkpoint import LocalStorage, Storage
 from mmtrain.checkpoint.storage import FileSum
 from mmtrain.program import Action, Forward, Step
 from mmtrain.runtime.execution.fault_points import FaultPoints
-from mmtrain.runtime.resilience.signals import STOP_LISTENER_THREAD, STOP_SIGNALS, StopSignalListener
-from tests.waiting import MAX_WAIT_S, poll
+from mmtrain.runtime.resilience.signals import STOP_LISTENER_THREAD, StopSignalListener
+from tests.waiting import poll
 
 Kind = Literal[
     "kill",
@@ -106,7 +106,7 @@ class FailInEachPhase(FaultPoints):
     it is written, `evaluate` in the first validation, and `shutdown` while the last checkpoint is written, after
     `num_steps`. The files of `folder` name the phases that were reached, so that this works over restarts.
 
-    A fault that stops the run arrives in the phase: the rank waits there until it gets a signal.
+    A fault that stops the run arrives in the phase: the rank waits there until it has noted that it is to stop.
     """
 
     folder: Path
@@ -125,10 +125,6 @@ class FailInEachPhase(FaultPoints):
         """See `FaultPoints`."""
         self._phase = self.next_phase if rank == self.rank else None
         self._has_updated = False
-        self._signalled = threading.Event()
-        if self.kind in _STOPPING and self._phase is not None:
-            for number in STOP_SIGNALS:  # the run's own listener reads signals from a pipe, also with this handler
-                signal.signal(number, lambda *_: self._signalled.set())
         self._fail_in("start")
 
     def before_action(self, step: int, action: Action) -> None:
@@ -150,7 +146,7 @@ class FailInEachPhase(FaultPoints):
         self._phase = self.next_phase if self.kind in _SURVIVED else None
         _inject(self.kind, self.number)
         if self.kind in _STOPPING:
-            assert self._signalled.wait(MAX_WAIT_S), "no signal came"
+            poll(_has_noted_a_stop_signal)
 
 
 @dataclass

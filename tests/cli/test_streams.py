@@ -87,6 +87,7 @@ def test_every_command_is_run_but_two() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(2400)  # a dozen commands one after another, of which some plan and train
 @pytest.mark.parametrize("closed", ["", *CLOSED])
 def test_every_command_ends_well(tmp_path: Path, settings: list[str], closed: str) -> None:
     for command, template in CALLS.items():

@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,26 +129,33 @@ def test_the_page_says_what_to_save_and_to_run_in_an_order_that_works() -> None:
     assert {"data", "inspect", "plan", "train", "report", "evaluate", "export"} <= set(shown)
 
 
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """Return an empty folder with a name about as short as the page's, so that lines break where they do there."""
+    with tempfile.TemporaryDirectory() as name:
+        yield Path(name)
+
+
 @pytest.mark.long
 @pytest.mark.timeout(2400)  # trains for 300 steps, which takes a minute or two on two idle cores
-def test_the_page_shows_what_its_commands_print(tmp_path: Path) -> None:
+def test_the_page_shows_what_its_commands_print(folder: Path) -> None:
     """Follow the page in an empty folder: the loss falls, and the model answers held-out questions."""
     for step in shown_steps():
         if isinstance(step, ShownFile):
-            (tmp_path / step.name).write_text(step.text, encoding="utf-8")
+            (folder / step.name).write_text(step.text, encoding="utf-8")
             continue
-        printed = run(step, tmp_path)
+        printed = run(step, folder)
         if step.shown:
             assert_prints(step, printed)
-    rows = json.loads((tmp_path / "shapes/train.json").read_text(encoding="utf-8"))
+    rows = json.loads((folder / "shapes/train.json").read_text(encoding="utf-8"))
     assert json.loads(one_block_with("{")) == rows[0]
-    losses = [json.loads(line)["loss"] for line in (tmp_path / "runs/shapes/metrics.jsonl").read_text().splitlines()]
+    losses = [json.loads(line)["loss"] for line in (folder / "runs/shapes/metrics.jsonl").read_text().splitlines()]
     assert MOST_FIRST_LOSS > losses[0] > 10 * MOST_LAST_LOSS
     assert losses[-1] < MOST_LAST_LOSS
-    scored = json.loads("\n".join(run(ShownCommand(("mmtrain", "evaluate", "runs/shapes", "--json"), ()), tmp_path)))
+    scored = json.loads("\n".join(run(ShownCommand(("mmtrain", "evaluate", "runs/shapes", "--json"), ()), folder)))
     assert scored["exact"] > LEAST_SHARE_RIGHT
     assert scored["baseline"] == 0.28
-    _assert_the_real_recipe_loads(tmp_path)
+    _assert_the_real_recipe_loads(folder)
 
 
 def _assert_the_real_recipe_loads(folder: Path) -> None:
