@@ -5,10 +5,7 @@ nothing. A `KernelChain` is a sequence of kernels that run one after another fro
 need a free compute interval as long as themselves, collectives one of the link. Chains on a rank are independent.
 
 `place_kernels` is list scheduling: at any moment the first chain (in the given order) runs whose next kernel is ready
-and fits into the free interval. The rank never idles while there is one. Only cuttable kernels are interrupted; the
-kernels of recipes are not cuttable, those of fixed kernel tables (`scripts/kernel_tables`) may be.
-
-All times are in one unit: seconds for recipes, milliseconds for kernel tables.
+and fits into the free interval. The rank never idles while there is one. No kernel is interrupted. Times are seconds.
 """
 
 import itertools
@@ -23,8 +20,7 @@ import numpy.typing as npt
 
 FloatArray = npt.NDArray[np.float64]
 
-TIME_ROUNDING = 1e-7  # of a unit of time: sums of many durations differ by less
-MIN_PIECE_PER_CUT_COST = 3.0  # shortest piece of a cut kernel, in multiples of the seconds that a cut adds
+TIME_ROUNDING = 1e-7  # s: sums of many durations differ by less
 
 
 @dataclass(frozen=True)
@@ -54,17 +50,10 @@ class FreeTime:
 
 @dataclass(frozen=True)
 class KernelSequence:
-    """Kernels in the order in which they run: durations, which of them compute, and which may be cut into pieces."""
+    """Kernels in the order in which they run: durations, and which of them compute."""
 
     durations: tuple[float, ...]
     computes: tuple[bool, ...]  # the others are collectives on the link
-    cuttable: tuple[bool, ...]
-
-    @classmethod
-    def of(cls, durations: Sequence[float], computes: Sequence[bool], cut_above: float = inf) -> "KernelSequence":
-        """Make a sequence in which compute kernels longer than `cut_above` may be cut."""
-        cuttable = [c and d > cut_above for d, c in zip(durations, computes, strict=True)]
-        return cls(tuple(durations), tuple(computes), tuple(cuttable))
 
     @classmethod
     def concatenate(cls, parts: Sequence["KernelSequence"]) -> "KernelSequence":
@@ -72,12 +61,11 @@ class KernelSequence:
         return cls(
             tuple(itertools.chain.from_iterable(part.durations for part in parts)),
             tuple(itertools.chain.from_iterable(part.computes for part in parts)),
-            tuple(itertools.chain.from_iterable(part.cuttable for part in parts)),
         )
 
     def time_reversed(self) -> "KernelSequence":
         """Return the sequence from its last kernel to its first."""
-        return KernelSequence(self.durations[::-1], self.computes[::-1], self.cuttable[::-1])
+        return KernelSequence(self.durations[::-1], self.computes[::-1])
 
     @cached_property
     def latency(self) -> float:
@@ -96,7 +84,7 @@ class KernelChain:
 
 @dataclass(frozen=True)
 class PlacedKernels:
-    """Kernels, or pieces of cut kernels, in time: one row each."""
+    """Kernels in time: one row each."""
 
     spans: FloatArray  # (n, 2) start and end
     labels: npt.NDArray[np.int64]  # (n,) of the chain
@@ -108,20 +96,17 @@ class PlacedKernels:
         return PlacedKernels(-self.spans[:, ::-1], self.labels, num_kernels - 1 - self.kernel_index, self.computes)
 
 
-def place_kernels(
-    free_time: FreeTime, chains: Sequence[KernelChain], cut_cost: float = 0.0
-) -> tuple[PlacedKernels, dict[int, float]]:
+def place_kernels(free_time: FreeTime, chains: Sequence[KernelChain]) -> tuple[PlacedKernels, dict[int, float]]:
     """Place all chains; return their kernels, and the end of each chain by its label.
 
     Args:
         free_time: when the rank and its link are free.
         chains: the earlier one comes first when several are ready.
-        cut_cost: share of a kernel's duration that each cut of it adds.
     """
     if not chains:
         none = np.zeros(0, dtype=np.int64)
         return PlacedKernels(np.zeros((0, 2)), none, none, none.astype(bool)), {}
-    scheduler = _ListScheduler(free_time, chains, cut_cost)
+    scheduler = _ListScheduler(free_time, chains)
     scheduler.run()
     rows = np.array(scheduler.rows, dtype=np.float64).reshape(-1, 5)  # no rows where all chains are empty
     placed = PlacedKernels(rows[:, :2], rows[:, 2].astype(np.int64), rows[:, 3].astype(np.int64), rows[:, 4] > 0)
@@ -131,7 +116,7 @@ def place_kernels(
 class _ChainProgress:
     """How far a chain has come: its next kernel, and when that is ready."""
 
-    __slots__ = ("computes", "cuttable", "durations", "label", "next", "num_kernels", "priority", "ready", "remaining")
+    __slots__ = ("computes", "durations", "label", "next", "num_kernels", "priority", "ready")
 
     def __init__(self, chain: KernelChain, priority: int) -> None:
         self.label = chain.label
@@ -139,23 +124,20 @@ class _ChainProgress:
         self.ready = chain.release
         self.next = 0
         self.computes = chain.kernels.computes
-        self.cuttable = chain.kernels.cuttable
         self.durations = chain.kernels.durations
         self.num_kernels = len(self.durations)
-        self.remaining = list(self.durations)  # less than the duration where a kernel was cut
 
 
 class _ListScheduler:
     """Walks through the free intervals of a rank and fills them."""
 
-    def __init__(self, free_time: FreeTime, chains: Sequence[KernelChain], cut_cost: float) -> None:
+    def __init__(self, free_time: FreeTime, chains: Sequence[KernelChain]) -> None:
         self.starts: list[float] = free_time.compute[:, 0].tolist()
         self.ends: list[float] = free_time.compute[:, 1].tolist()
         self.link_starts: list[float] = free_time.link[:, 0].tolist()
         self.link_ends: list[float] = free_time.link[:, 1].tolist()
         self.link_interval = 0
         self.link_clock = -inf
-        self.cut_cost = cut_cost
         self.rows: list[tuple[float, float, int, int, bool]] = []  # start, end, label, kernel index, computes
         self.chains = [_ChainProgress(chain, priority) for priority, chain in enumerate(chains)]
 
@@ -176,10 +158,9 @@ class _ListScheduler:
             clock, end = max(clock, self.starts[interval]), self.ends[interval]
             chosen, start = self._choose(active, clock, end)
             if chosen is None:
-                clock = self._place_pieces(active, clock, end)
                 interval += 1
                 continue
-            clock = start + chosen.remaining[chosen.next]
+            clock = start + chosen.durations[chosen.next]
             self.rows.append((start, clock, chosen.label, chosen.next, True))
             chosen.ready = clock
             chosen.next += 1
@@ -192,7 +173,7 @@ class _ListScheduler:
         chosen, earliest = None, inf
         for chain in active:
             start = chain.ready if chain.ready > clock else clock
-            if start < earliest and start + chain.remaining[chain.next] <= end + TIME_ROUNDING:
+            if start < earliest and start + chain.durations[chain.next] <= end + TIME_ROUNDING:
                 chosen, earliest = chain, start
         return chosen, earliest
 
@@ -200,17 +181,6 @@ class _ListScheduler:
         """Return the first interval from `interval` on that ends after some chain is ready."""
         soonest = max(clock, _earliest_ready(active))
         return interval if self.ends[interval] > soonest else bisect_right(self.ends, soonest, interval)
-
-    def _place_pieces(self, active: list[_ChainProgress], clock: float, end: float) -> float:
-        """Fill the rest of an interval with pieces of cuttable kernels; return when it is used up."""
-        for chain in active:
-            start = max(clock, chain.ready)
-            duration = chain.durations[chain.next]
-            if chain.cuttable[chain.next] and end - start >= self.cut_cost * duration * MIN_PIECE_PER_CUT_COST:
-                self.rows.append((start, end, chain.label, chain.next, True))
-                chain.remaining[chain.next] += self.cut_cost * duration - (end - start)
-                chain.ready = clock = end
-        return clock
 
     def _place_collectives(self, chain: _ChainProgress) -> None:
         """Place the collectives that come next in a chain, up to its next compute kernel."""

@@ -75,7 +75,7 @@ def plan_encoder_order(
     llm_alone = llm_alone or simulate_llm_alone(graph, layer_costs, machine)
     segments = GraphSegments.of(graph, layer_costs)
     spans = with_delayed_forwards(graph, llm_alone)
-    llm = find_bubbles(graph, llm_alone, spans, segments.gaps)
+    llm = find_bubbles(graph, spans, segments.gaps)
     passes = _RankPasses()
     _add_llm_passes(passes, graph, spans)
     kernels = {
@@ -155,9 +155,7 @@ def _encoder_work(
     block_ends = llm.last_backwards.reshape(-1, llm_per_block).max(axis=1).repeat(per_block)
     stages = [s.id for s in graph.stages if s.id.unit == mesh.unit]
     plan = EncoderPlan(
-        tp=mesh.tp,
         pp=mesh.pp,
-        tp_groups_per_rank=1,
         forward=tuple((kernels[stage, "F"].kernels,) for stage in stages),
         backward=tuple((kernels[stage, "B"].kernels,) if graph.needs_backward(stage) else () for stage in stages),
     )

@@ -30,7 +30,7 @@ from mmtrain.planning.colocated.stage_kernels import DIRECTIONS, CommunicationGa
 from mmtrain.planning.evaluate.layout_simulation import PrecomputedTiming, model_timing
 from mmtrain.planning.layer_costs.layer_costs import LayerCosts
 from mmtrain.planning.space.sample_batches import batch_split_of
-from mmtrain.program.ir.actions import Backward, Compute, Forward, Pass, ReduceGrads, ReduceShared
+from mmtrain.program.ir.actions import Backward, Compute, Forward, Pass, ReduceShared
 from mmtrain.program.ir.graph import LLM, StageGraph, StageId, microbatches_per_block
 from mmtrain.program.ir.program import Program
 from mmtrain.program.ir.segments import direction
@@ -98,10 +98,7 @@ def with_delayed_forwards(graph: StageGraph, alone: Timeline) -> list[Span]:
 
 
 def find_bubbles(
-    graph: StageGraph,
-    alone: Timeline,
-    spans: Sequence[Span],
-    gaps_of: Mapping[StagePass, Sequence[CommunicationGap]],
+    graph: StageGraph, spans: Sequence[Span], gaps_of: Mapping[StagePass, Sequence[CommunicationGap]]
 ) -> LlmTimeline:
     """Return the LLM's free times, and when it starts and ends each microbatch at the first stage an encoder enters.
 
@@ -110,7 +107,6 @@ def find_bubbles(
 
     Args:
         graph: the layout's stage graph.
-        alone: what `simulate_llm_alone` returns.
         spans: what `with_delayed_forwards` returns.
         gaps_of: when a rank communicates inside each of the LLM's passes.
     """
@@ -131,16 +127,12 @@ def find_bubbles(
     busy_arrays = [np.array(sorted(intervals)).reshape(-1, 2) for intervals in busy]
     link_arrays = [np.array(sorted(intervals)).reshape(-1, 2) for intervals in link_busy]
     end = max((float(intervals[-1, 1]) for intervals in busy_arrays if len(intervals)), default=0.0)
-    reduced = max((s.start_s + s.duration_s for s in alone.spans if isinstance(s.action, ReduceGrads)), default=end)
     first_forwards, last_backwards = _entry_times(graph, spans)
     return LlmTimeline(
         free_times=tuple(itertools.starmap(FreeTime.around, zip(busy_arrays, link_arrays, strict=True))),
         end=end,
-        gather=0.0,  # a part of the timeline, which starts with it
-        scatter=max(0.0, reduced - end),
         first_forwards=first_forwards,
         last_backwards=np.where(last_backwards < 0, end, last_backwards),
-        transfer=0.0,
     )
 
 

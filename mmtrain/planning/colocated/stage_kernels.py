@@ -142,7 +142,7 @@ def stage_kernels(segments: Sequence[PieceCost], kind: Direction, max_kernel_s: 
             durations.append(collective_s)
             computes.append(False)
             ranges.append((0, 0))
-    return StageKernels(KernelSequence.of(durations, computes), tuple(ranges))
+    return StageKernels(KernelSequence(tuple(durations), tuple(computes)), tuple(ranges))
 
 
 def _joined_segments(segments: Sequence[PieceCost], max_kernel_s: float) -> Iterator[tuple[int, int, float, float]]:
