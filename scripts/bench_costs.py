@@ -205,7 +205,7 @@ def run(case: str, recipe: Recipe, folder: Path, options: argparse.Namespace, ge
     dp = {name: unit.dp for name, unit in chosen.units.items()}
     counts = chosen.schedule.num_microbatches
     targets = derive_step_targets(recipe, chosen, lengths)
-    batches = [stream.batch(number - 1, recipe.train.global_batch, dp, counts, targets) for number in trace.steps]
+    batches = [stream.batch(number - 1, recipe.train.num_groups, dp, counts, targets) for number in trace.steps]
     timelines = [simulate_plan(recipe, chosen, batch) for batch in batches]
     measured = [step["dur"] * 1e-6 for step in trace.content["otherData"]["steps"]]
     ratios = [line.step_time_s / took for line, took in zip(timelines, measured, strict=True)]
@@ -244,7 +244,7 @@ def run_rank(
     targets = derive_step_targets(recipe, chosen, index.lengths)
     tracer = RunTracer(job.graph, world, meter.timing, chosen.sha256, trace_file)
     contents = [
-        stream.batch(step, recipe.train.global_batch, job.dp, job.num_microbatches, targets)
+        stream.batch(step, recipe.train.num_groups, job.dp, job.num_microbatches, targets)
         for step in range(WARM_UP + num_steps)
     ]
     batches = [batch_builder.build(content) for content in contents]

@@ -99,10 +99,10 @@ class LopsidedSamples:
 
     def batch(self, recipe: Recipe, plan: Plan, step: int) -> BatchMeta:
         """Lay a step out as a run under this plan does."""
-        stream = GroupStream(self.lengths, Grouping.of(recipe.data, recipe.train.global_batch), recipe.train.seed)
+        stream = GroupStream(self.lengths, Grouping.of(recipe.data, recipe.train.num_groups), recipe.train.seed)
         dp = {name: unit.dp for name, unit in plan.units.items()}
         targets = derive_step_targets(recipe, plan, self.lengths)
-        return stream.batch(step, recipe.train.global_batch, dp, plan.schedule.num_microbatches, targets)
+        return stream.batch(step, recipe.train.num_groups, dp, plan.schedule.num_microbatches, targets)
 
     def step_data(self, context: RankContext, meta: BatchMeta) -> StepData:
         """Return what this rank needs of a step."""

@@ -94,7 +94,7 @@ def bench_rank(report: Report, recipe: Recipe, chosen: Plan, address: Address) -
     tracer = RunTracer(context.graph, world, reducer.timing, chosen.sha256, trace)
     rows: list[tuple[float, ...]] = []  # seconds: step, compute, waiting, overhead, recording
     for step in range(NUM_WARM_UP_STEPS + NUM_STEPS):
-        data = builder.build(stream.batch(step, recipe.train.global_batch, context.dp, context.num_microbatches))
+        data = builder.build(stream.batch(step, recipe.train.num_groups, context.dp, context.num_microbatches))
         world.barrier()
         compute_before_s, recording_before_s = compute.seconds, recording.seconds
         start_s = time.perf_counter()

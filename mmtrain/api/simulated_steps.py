@@ -96,6 +96,5 @@ def step_batches(
     num_microbatches = plan.schedule.num_microbatches
     targets = derive_step_targets(recipe, plan, index.lengths)
     return [
-        stream.batch(number - 1, recipe.train.global_batch, data_parallel, num_microbatches, targets)
-        for number in steps
+        stream.batch(number - 1, recipe.train.num_groups, data_parallel, num_microbatches, targets) for number in steps
     ]

@@ -50,7 +50,7 @@ def stats(
         lengths, index = compute_stats_for_recipe(settings, named_sources or settings.data.sources, print_note)
         if len(index.lengths):
             sizes = [cp for cp in context_parallel_sizes(settings, DEFAULT_BUDGET.meshes) if cp > 1]
-            long_samples = [LongSamples.count(index.lengths.tokens, settings.data.seq_len, cp) for cp in sizes]
+            long_samples = [LongSamples.count(index.lengths.tokens, settings.data.group_tokens, cp) for cp in sizes]
         if not named_sources:
             in_training = summarize_sources(settings, index)
     elif named_sources:

@@ -39,7 +39,7 @@ def formulate_problem(
     machine = machine_for(recipe, hardware)
     precision = precision_for(recipe, machine)
     choices = unit_choices(recipe, shape, machine.ranks_per_node, budget.meshes)
-    grouping = Grouping.of(recipe.data, recipe.train.global_batch)
+    grouping = Grouping.of(recipe.data, recipe.train.num_groups)
     batches = sample_batches(lengths, grouping, recipe.train.seed, budget.sampling)
     if recipe.parallel.node_wise:
         batches = replace(batches, ranks_per_node=machine.ranks_per_node)
@@ -58,7 +58,7 @@ def formulate_problem(
         shape=shape,
         costs=costs_for(machine, precision, recipe.cluster.costs),
         precision=precision,
-        seq_len=recipe.data.seq_len,
+        seq_len=recipe.data.group_tokens,
         batches=batches,
         constraints=constraints,
         cluster=Cluster(machine, world_size, rank_counts(recipe, constraints, world_size, budget.meshes)),

@@ -70,10 +70,9 @@ def describe_faster_nearby(recipe: Recipe, lengths: SampleLengths, plan: Plan) -
     what a plan reaches at least. Searches end where no plan can be so much faster.
     """
     sentences = []
-    batch, num_ranks = recipe.train.global_batch, plan.world_size
+    batch, num_ranks = recipe.train.num_groups, plan.world_size
     for other in _better_divided(batch, num_ranks, _nearest(batch, MAX_BATCH_CHANGE, both_ways=True)):
-        train = recipe.train.model_copy(update={"global_batch": other})
-        gain = _gain(recipe.model_copy(update={"train": train}), lengths, plan, num_ranks)
+        gain = _gain(recipe.with_groups(other, recipe.data.group_tokens), lengths, plan, num_ranks)
         if gain >= MIN_GAIN:
             sentences.append(f"train.global_batch {other} instead of {batch}: at least {gain - 1:.0%} more tokens/s.")
     for other in _better_divided(num_ranks, batch, _nearest(num_ranks, MAX_RANKS_LEFT_OUT, both_ways=False)):

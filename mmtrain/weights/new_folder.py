@@ -45,7 +45,7 @@ def describe_new_folder(recipe: Recipe) -> NewFolder:
             feature_tokens={modality: token_ids[0] for modality, token_ids in tokenizer.item_ids.items()},
             video_token=tokenizer.item_ids.get(VISION.name, (None,))[-1],
             end_ids=tuple(sorted(tokenizer.end_ids)),
-            max_tokens=recipe.data.seq_len,
+            max_tokens=recipe.data.sample_tokens,
         )
     )
 

@@ -64,10 +64,10 @@ class SyntheticSamples:
     def steps(self, context: RankContext, plan: Plan, num_steps: int) -> Iterator[StepData]:
         """Yield what a rank needs of the first steps, grouped and arranged as for a run."""
         recipe = self._recipe
-        stream = GroupStream(self.lengths, Grouping.of(recipe.data, recipe.train.global_batch), recipe.train.seed)
+        stream = GroupStream(self.lengths, Grouping.of(recipe.data, recipe.train.num_groups), recipe.train.seed)
         targets = derive_step_targets(recipe, plan, self.lengths)
         for step in range(num_steps):
-            meta = stream.batch(step, recipe.train.global_batch, context.dp, context.num_microbatches, targets)
+            meta = stream.batch(step, recipe.train.num_groups, context.dp, context.num_microbatches, targets)
             data = StepData(meta, {}, {}, ())
             for need in context.needs:
                 for index in range(context.num_microbatches[need.unit]):

@@ -109,7 +109,7 @@ class GroupingSettings(Protocol):
         """The method."""
 
     @property
-    def seq_len(self) -> int:
+    def group_tokens(self) -> int:
         """The most LLM tokens in a group."""
 
     @property
@@ -160,7 +160,7 @@ class Grouping:
     def of(cls, data: GroupingSettings, global_batch: int) -> "Grouping":
         """Return the grouping that a recipe's `data` asks for, for steps of `global_batch` groups."""
         return cls(
-            seq_len=data.seq_len,
+            seq_len=data.group_tokens,
             window=data.grouping_window,
             global_batch=global_batch,
             method=data.grouping,

@@ -27,7 +27,7 @@ from mmtrain.data.text.sample_tokenizer import (
     split_videos,
 )
 from mmtrain.errors import DataError
-from mmtrain.recipe.settings.data_settings import DataSettings, ImageSettings, SourceSettings
+from mmtrain.recipe.settings.data_settings import ImageSettings, SourceSettings
 from mmtrain.recipe.settings.encoder_settings import EncoderSettings
 from mmtrain.recipe.settings.modalities import GENERATOR, MODALITIES, MediaKind, dotted_unit
 from mmtrain.recipe.settings.schema import Recipe
@@ -93,7 +93,7 @@ def measure_samples(
     """
     check_data_settings(recipe, tokenizer)
     reader = _HeaderReader(recipe, versions)
-    count_tokens = tokenizer.length_counter(_max_sample_tokens(recipe.data))
+    count_tokens = tokenizer.length_counter(recipe.data.sample_tokens)
     measurer = _SampleMeasurer(recipe, count_tokens, reader.headers)
     with ThreadPoolExecutor(HEADER_THREADS) as pool:
         for number, source in enumerate(sources):
@@ -213,10 +213,6 @@ class _HeaderReader:
         return headers
 
 
-def _max_sample_tokens(data: DataSettings) -> int:
-    return min(data.max_sample_tokens or data.seq_len, data.seq_len)
-
-
 def _header_key(media: Media) -> _HeaderKey:
     return media.path if isinstance(media, FileMedia) else media
 
@@ -287,7 +283,7 @@ class _SampleMeasurer:
             tokens, targets = self._count_tokens(sample, self._media_features(sample, items))
         except BadConversationError as bad:
             return Quarantined.of(sample, bad.kind, str(bad))
-        max_tokens = _max_sample_tokens(data)
+        max_tokens = data.sample_tokens
         if tokens > max_tokens:
             key = "data.max_sample_tokens" if max_tokens == data.max_sample_tokens else "data.seq_len"
             at_least = "" if targets else "at least "  # the counter stopped early

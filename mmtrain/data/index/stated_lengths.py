@@ -99,7 +99,7 @@ def read_stated_lengths(recipe: Recipe, sources: Sequence[SourceSettings]) -> St
             f"{sources[0].path}: more than {MAX_STATED_SAMPLES:,} samples in all; divide the column `{_COUNT_COLUMN}`: "
             "a plan needs only their proportions"
         )
-    max_tokens = min(recipe.data.max_sample_tokens or recipe.data.seq_len, recipe.data.seq_len)
+    max_tokens = recipe.data.sample_tokens
     usable: list[_UsableRow] = []
     quarantined: list[Quarantined] = []
     for number, row in rows:

@@ -51,7 +51,7 @@ def summarize_sources(recipe: Recipe, index: DataIndex) -> list[SourceSummary]:
     else:
         used = np.bincount(numbers, weights=index.weights * index.lengths.tokens, minlength=len(names))
         shares = {0: used / used.sum()}
-        epochs = stream.epochs_done(num_steps * recipe.train.global_batch)
+        epochs = stream.epochs_done(num_steps * recipe.train.num_groups)
         passes = [epochs * source.weight for source in recipe.data.sources]
     return [
         SourceSummary(

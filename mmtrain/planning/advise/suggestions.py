@@ -169,7 +169,7 @@ def _with_seq_len(problem: PlanningProblem, seq_len: int) -> PlanningProblem | N
     recipe = problem.recipe.model_copy(update={"data": data})
     if _wrong_settings(recipe) - _wrong_settings(problem.recipe):
         return None
-    grouping = Grouping.of(recipe.data, recipe.train.global_batch)
+    grouping = Grouping.of(recipe.data, recipe.train.num_groups)
     old = problem.batches
     batches = sample_batches(old.lengths, grouping, recipe.train.seed)
     batches = replace(batches, ranks_per_node=old.ranks_per_node)
@@ -284,7 +284,7 @@ def _suggest_mini_batches(evaluator: Evaluator) -> Iterator[str]:
     """Suggest more, and so smaller, mini-batches of encoders whose number the recipe fixes."""
     problem = evaluator.problem
     fixed = problem.constraints.encoder_microbatches
-    num_llm = problem.recipe.train.global_batch // max(problem.cluster.rank_counts)
+    num_llm = problem.recipe.train.num_groups // max(problem.cluster.rank_counts)
     for unit, number in fixed.items():
         for more in range(number + 1, num_llm + 1):
             if num_llm % more:

@@ -115,7 +115,7 @@ def derive_step_targets(recipe: Recipe, plan: Plan, lengths: SampleLengths) -> S
     shape, machine = planned_shape(plan, build_model_shape(recipe)), machine_for(recipe, plan.hardware)
     graph = stage_graph(plan, shape)
     cost_model = costs_for(machine, plan.precision, recipe.cluster.costs)
-    typical = typical_loads(graph, lengths, recipe.data.seq_len)
+    typical = typical_loads(graph, lengths, recipe.data.group_tokens)
     stage_costs = _StageCosts(graph, shape, cost_model, typical)
     ranks = _first_replica_work(stage_costs)
     busiest_s = max(sum(_seconds(rank.total(frozenset(typical)), typical).values()) for rank in ranks)

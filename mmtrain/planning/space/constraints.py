@@ -90,8 +90,8 @@ def unit_choices(
     choices = {}
     for unit in shape.units:
         fixed = recipe.parallel.of(unit.name)
-        possible = _possible_sizes(unit, recipe.train.global_batch, ranks_per_node, budget)
-        problems += _fix_sizes(possible, fixed, unit, _rules(unit, ranks_per_node, recipe.train.global_batch))
+        possible = _possible_sizes(unit, recipe.train.num_groups, ranks_per_node, budget)
+        problems += _fix_sizes(possible, fixed, unit, _rules(unit, ranks_per_node, recipe.train.num_groups))
         if unit.name == LLM:
             possible["dp"] = tuple(dp for dp in possible["dp"] if _suits_microbatches(dp, recipe))
         choices[unit.name] = UnitChoices(
@@ -101,7 +101,7 @@ def unit_choices(
             dp=possible["dp"],
             vpp=possible["vpp"],
             num_layers=len(unit.layers),
-            global_batch=recipe.train.global_batch,
+            global_batch=recipe.train.num_groups,
             fixed_microbatches=fixed.num_microbatches,
             fixed_vpp=fixed.vpp,
             is_whole=not unit.is_splittable,
@@ -113,7 +113,7 @@ def unit_choices(
         settings = fixed_microbatches(recipe.parallel, choices).items()
         problems.append(
             f"{', '.join(f'{path} {number}' for path, number in settings)}: no size of parallel.llm.dp suits; the LLM "
-            f"has train.global_batch ({recipe.train.global_batch}) / dp microbatches, of which an encoder's are a "
+            f"has train.global_batch ({recipe.train.num_groups}) / dp microbatches, of which an encoder's are a "
             "divisor or a multiple"
         )
     if problems:
@@ -149,7 +149,7 @@ def context_parallel_sizes(recipe: Recipe, budget: MeshBudget) -> list[int]:
     """
     if recipe.parallel.llm.cp is not None:
         return [recipe.parallel.llm.cp]
-    seq_len = recipe.data.seq_len
+    seq_len = recipe.data.group_tokens
     if seq_len < budget.min_tokens_to_share or recipe.model.generator is not None:
         return [1]
     return [2**i for i in range(max(seq_len // budget.min_tokens_per_cp_rank, 1).bit_length())]
@@ -229,7 +229,7 @@ def _rules(unit: UnitShape, ranks_per_node: int, global_batch: int) -> dict[str,
 
 def _suits_microbatches(dp: int, recipe: Recipe) -> bool:
     """Return whether the LLM with `dp` replicas has the microbatches that the recipe fixes, and encoders can follow."""
-    fixed, num_llm = recipe.parallel.llm.num_microbatches, recipe.train.global_batch // dp
+    fixed, num_llm = recipe.parallel.llm.num_microbatches, recipe.train.num_groups // dp
     others = [recipe.parallel.of(unit).num_microbatches or num_llm for unit in other_units(recipe.model)]
     return fixed in (None, num_llm) and all(number % num_llm == 0 or num_llm % number == 0 for number in others)
 

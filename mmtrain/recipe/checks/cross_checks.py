@@ -51,7 +51,7 @@ def check_rope_context(recipe: Recipe) -> Iterator[Problem]:
     if scaling is None or scaling.kind != "dynamic" or scaling.original_positions is None:
         return
     name = "max_sample_tokens" if recipe.data.max_sample_tokens else "seq_len"
-    max_tokens = recipe.data.max_sample_tokens or recipe.data.seq_len
+    max_tokens = recipe.data.sample_tokens
     if max_tokens > scaling.original_positions:
         text = (
             f"{max_tokens} is above {scaling.original_positions}, the context that model.llm.rope_scaling `dynamic` "

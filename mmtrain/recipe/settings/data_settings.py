@@ -515,3 +515,14 @@ class DataSettings(Section):
         """Return the tokenizer of a recipe that has samples: a file, or a folder with a chat template."""
         assert self.tokenizer is not None, "`cross_checks` rejects recipes that have samples and no tokenizer"
         return self.tokenizer
+
+    @property
+    def group_tokens(self) -> int:
+        """Return the most LLM tokens of a group."""
+        return self.seq_len
+
+    @property
+    def sample_tokens(self) -> int:
+        """Return the most LLM tokens of a sample; longer ones are quarantined."""
+        sizes = [size for size in (self.max_sample_tokens, self.seq_len) if size is not None]
+        return min(sizes)

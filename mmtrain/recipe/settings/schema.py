@@ -5,12 +5,14 @@ dotted paths in error messages (`data.seq_len`) and in `--set`. Each section has
 `parallel_settings` (with the cluster), `train_settings` and `model_settings`; each kind of unit has one too.
 """
 
+import math
 from pathlib import Path
 
 from pydantic import Field
 
 from mmtrain.recipe.settings.base import NOTHING, Section, setting
 from mmtrain.recipe.settings.data_settings import DataSettings
+from mmtrain.recipe.settings.modalities import other_units
 from mmtrain.recipe.settings.model_settings import ModelSettings
 from mmtrain.recipe.settings.parallel_settings import ClusterSettings, ParallelSettings
 from mmtrain.recipe.settings.train_settings import TrainSettings
@@ -32,3 +34,21 @@ class Recipe(Section):
         affects=NOTHING,
         description="Folder that the run writes to. Default: `runs/<name>` in the current folder.",
     )
+
+    @property
+    def states_groups(self) -> bool:
+        """Whether the recipe alone says how many groups a step has, and how large they are."""
+        return isinstance(self.train.global_batch, int)
+
+    @property
+    def required_multiple(self) -> int:
+        """Return what the groups of a step are a multiple of, by replicas and microbatches that the recipe fixes."""
+        llm = self.parallel.llm
+        fixed = [self.parallel.of(name).dp or 1 for name in other_units(self.model)]
+        return math.lcm((llm.dp or 1) * (llm.num_microbatches or 1), *fixed)
+
+    def with_groups(self, num_groups: int, group_tokens: int) -> "Recipe":
+        """Return the recipe with this number of groups in a step and this size of groups in place of what it states."""
+        data = self.data.model_copy(update={"seq_len": group_tokens})
+        train = self.train.model_copy(update={"global_batch": num_groups})
+        return self.model_copy(update={"data": data, "train": train})

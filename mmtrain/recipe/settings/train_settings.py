@@ -187,3 +187,9 @@ class TrainSettings(Section):
         "torch's. `fused`: those of liger-kernel, one for each operation; they need a CUDA device. `auto`: `fused` "
         "where they can run. `mmtrain doctor` and the start of a run say which are used.",
     )
+
+    @property
+    def num_groups(self) -> int:
+        """Return the groups of a step. A recipe that leaves them to data or plan gets them by `Recipe.with_groups`."""
+        assert isinstance(self.global_batch, int), "the groups of a step are not counted yet"
+        return self.global_batch

@@ -119,7 +119,7 @@ def _measure_as_rank(recipe: Recipe, plans: Sequence[Plan], num_steps: int, fold
         seconds.append([])
         counted: list[RankMemory] = []
         for context, builder, plan, plan_targets in zip(contexts, builders, plans, targets, strict=True):
-            num_groups = recipe.train.global_batch
+            num_groups = recipe.train.num_groups
             batch = stream.batch(step, num_groups, context.dp, context.num_microbatches, plan_targets)
             data = builder.build(batch)
             world.barrier()

@@ -160,7 +160,7 @@ def _largest_load(recipe: Recipe, unit: UnitShape, lengths: SampleLengths | None
     Of a generator they are those of the images in a group of the samples that draw most, but of no more than
     `MAX_GENERATOR_LOAD_FACTOR` mean groups. Without data each second token of a group is a query.
     """
-    seq_len = recipe.data.seq_len
+    seq_len = recipe.data.group_tokens
     generator = recipe.model.generator
     if unit.kind != "generator" or generator is None:
         return seq_len * unit.layers[-1].projector.joins  # for an encoder: all LLM tokens are its features
@@ -246,7 +246,7 @@ def _synthetic_sizes(recipe: Recipe, unit: UnitShape) -> list[Size]:
     Texts fill up to a quarter of `seq_len`.
     """
     if unit.kind == "llm":
-        return [max(1, int(recipe.data.seq_len * share / 4)) for share in synthetic_shares()]
+        return [max(1, int(recipe.data.group_tokens * share / 4)) for share in synthetic_shares()]
     settings, modality = _item_settings(recipe, unit)
     return [*ITEM_SIZES[modality].synthetic(settings, recipe.data)]
 

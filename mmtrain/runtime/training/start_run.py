@@ -228,7 +228,7 @@ def introduce_run(
     if changes := chosen.describe_change(request.run_dir):
         train = request.recipe.train
         as_before = (
-            f"as before: global batch {train.global_batch}, the order of the data, the learning rate, and weights and "
+            f"as before: global batch {train.num_groups}, the order of the data, the learning rate, and weights and "
             f"optimizer state of step {first_step}"
         )
         text = "\n  ".join(["the run goes on with another number of ranks:", *changes, as_before])

@@ -189,7 +189,7 @@ class StepMetricsReducer:
     ) -> StepMetrics:
         """Describe a finished step."""
         flops = counted_flops(self._context.shape, meta)
-        num_groups = self._context.recipe.train.global_batch
+        num_groups = self._context.recipe.train.num_groups
         return StepMetrics(
             step=meta.step + 1,
             loss=reduction.loss,

@@ -26,7 +26,7 @@ class Validation(StepHook):
         index = build_index(recipe, "validation")
         self._batches = validation_batches(
             index,
-            Grouping.of(recipe.data, recipe.train.global_batch),
+            Grouping.of(recipe.data, recipe.train.num_groups),
             rank_context.dp,
             rank_context.num_microbatches,
             recipe.train.validate_batches,
