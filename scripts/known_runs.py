@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mmtrain.costs.framework import Execution
-from mmtrain.costs.hardware import GB, PRESETS, Hardware
+from mmtrain.costs.hardware import GB, Hardware
+from mmtrain.costs.hardware_presets import PRESETS
 
 NARAYANAN = "Narayanan et al., arXiv 2104.04473, table 1; microbatches: Megatron-LM, examples/sc21/run_table_1.sh"
 KORTHIKANTI = "Korthikanti et al., arXiv 2205.05198, table 5"

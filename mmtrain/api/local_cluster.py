@@ -30,7 +30,7 @@ def resolve_cluster(recipe: Recipe) -> tuple[int, str]:
             hardware = _local_hardware(num_gpus)
         if ranks is None:
             ranks = num_gpus or NUM_RANKS_WITHOUT_GPU
-    from mmtrain.costs.hardware import preset
+    from mmtrain.costs.find_hardware import preset
 
     return min(ranks, recipe.parallel.max_gpus or ranks), preset(hardware).name
 
@@ -48,9 +48,8 @@ def _local_hardware(num_gpus: int) -> str:
         from mmtrain.runtime.world import detect_hardware
 
         return detect_hardware()
-    from mmtrain.costs.hardware import preset_for_device
 
-    return preset_for_device(None)
+    return "cpu-core"
 
 
 def require_costs(recipe: Recipe) -> None:

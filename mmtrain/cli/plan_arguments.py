@@ -7,7 +7,15 @@ import shlex
 
 from mmtrain.errors import UserError
 
-CLUSTER_SYNTAX = "HARDWARE:KEY=VALUE,... with keys nodes, ranks, ranks_per_node, memory_gib, as in h100-80g:nodes=8"
+CLUSTER_NUMBERS = (
+    *("ranks_per_node", "ports_per_node", "memory_gib"),
+    *("intra_node_gb_per_s", "intra_node_latency_us", "inter_node_gb_per_s", "inter_node_latency_us"),
+)
+WHOLE_CLUSTER_NUMBERS = ("nodes", "ranks", "ranks_per_node", "ports_per_node")
+CLUSTER_SYNTAX = (
+    f"HARDWARE:KEY=VALUE,... with keys nodes, ranks, {', '.join(CLUSTER_NUMBERS)}, rail_optimized, as in "
+    "h100-80g:nodes=8,ports_per_node=4"
+)
 SIZES = ("tp", "pp", "vpp", "dp")
 MEGATRON_SIZES = {
     "tensor_model_parallel_size": "tp",
@@ -26,33 +34,36 @@ LAYOUT_SYNTAX = (
 def cluster_overrides(text: str) -> list[str]:
     """Translate `--cluster h100:nodes=384,ranks_per_node=8` into recipe overrides.
 
-    A unique prefix of a hardware preset's name is enough. The overrides remove `cluster.costs`, since a measured table
-    belongs to another cluster. Raises UserError for a key or value that is not understood.
+    A unique prefix of a hardware preset's name is enough. The overrides remove what the recipe says of its own cluster:
+    `cluster.costs`, since a measured table belongs to it, its links and the spread of its ranks. Raises UserError for a
+    key or value that is not understood.
     """
     from mmtrain.costs import preset
 
     name, _, rest = text.partition(":")
     hardware = preset(name)
-    values: dict[str, float] = {}
+    numbers: dict[str, float] = {}
+    rail_optimized = "null"
     for part in rest.split(",") if rest else ():
         key, _, value = part.partition("=")
-        if key not in ("nodes", "ranks", "ranks_per_node", "memory_gib"):
+        if key == "rail_optimized":
+            if value not in ("true", "false"):
+                raise UserError(f"--cluster {text}: {key} is {value!r}; allowed: true or false")
+            rail_optimized = value
+            continue
+        if key not in ("nodes", "ranks", *CLUSTER_NUMBERS):
             raise UserError(f"--cluster {text}: {key!r} is not known; allowed: {CLUSTER_SYNTAX}")
         try:
-            values[key] = float(value) if key == "memory_gib" else int(value)
+            numbers[key] = int(value) if key in WHOLE_CLUSTER_NUMBERS else float(value)
         except ValueError:
-            raise UserError(f"--cluster {text}: {key} is {value!r}; allowed: a number") from None
-    if "nodes" in values and "ranks" in values:
+            whole = "whole " * (key in WHOLE_CLUSTER_NUMBERS)
+            raise UserError(f"--cluster {text}: {key} is {value!r}; allowed: a {whole}number") from None
+    if "nodes" in numbers and "ranks" in numbers:
         raise UserError(f"--cluster {text}: nodes and ranks both set the size; give one of them")
-    per_node = values.get("ranks_per_node", hardware.ranks_per_node)
-    ranks = values.get("ranks", values.get("nodes", 1) * per_node)
-    settings = {
-        "hardware": hardware.name,
-        "ranks": ranks,
-        "ranks_per_node": values.get("ranks_per_node", "null"),
-        "memory_gib": values.get("memory_gib", "null"),
-        "costs": "null",
-    }
+    per_node = numbers.get("ranks_per_node", hardware.ranks_per_node)
+    ranks = numbers.get("ranks", numbers.get("nodes", 1) * per_node)
+    stated = {key: numbers.get(key, "null") for key in CLUSTER_NUMBERS}
+    settings = {"hardware": hardware.name, "ranks": ranks, **stated, "rail_optimized": rail_optimized, "costs": "null"}
     return [f"cluster.{key}={value}" for key, value in settings.items()]
 
 

@@ -9,7 +9,9 @@ from mmtrain.costs.choose import costs_for, machine_for, precision_for
 from mmtrain.costs.collectives import CollectiveKind, GroupLayout
 from mmtrain.costs.cost_model import UNDIVIDED, ComputeKind, CostModel, LayerWork, PieceCost, TokenLoad, TokenSplit
 from mmtrain.costs.cost_table import CostTable
-from mmtrain.costs.hardware import PRESETS, Hardware, Precision, preset, preset_for_device
+from mmtrain.costs.find_hardware import preset, preset_for_device
+from mmtrain.costs.hardware import Hardware, Precision
+from mmtrain.costs.hardware_presets import PRESETS
 from mmtrain.costs.layer_arithmetic import input_grad_needed, model_flops, num_parameters, num_trained_parameters
 from mmtrain.costs.measured_costs import MeasuredCosts
 from mmtrain.costs.rank_memory import HeldLayers, RankMemory, StateBytes, rank_memory, state_bytes

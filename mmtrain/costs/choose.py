@@ -7,7 +7,8 @@ from pathlib import Path
 
 from mmtrain.costs.analytic_costs import AnalyticCosts
 from mmtrain.costs.cost_table import CostTable
-from mmtrain.costs.hardware import GIB, Hardware, Precision, is_other_hardware, preset
+from mmtrain.costs.find_hardware import is_other_hardware, is_same_hardware, preset
+from mmtrain.costs.hardware import GB, GIB, US, Hardware, Link, Precision
 from mmtrain.costs.layer_fields import layer_fields, layer_key
 from mmtrain.costs.measured_costs import MeasuredCosts
 from mmtrain.errors import PlanError
@@ -18,15 +19,38 @@ _SETTING_OF = {"hardware": "cluster.hardware", "precision": "train.precision"}
 
 
 def machine_for(recipe: Recipe, hardware: str) -> Hardware:
-    """Return the preset named `hardware`, with the values that the recipe's cluster section overrides."""
+    """Return the preset named `hardware`, with the values that the recipe's cluster section overrides.
+
+    Ports of a node are shared out among its ranks. Without `cluster.ports_per_node` a rank has the preset's share. The
+    spread of times is the preset's, see `machine_with_spread`: every rank asks for memory, so no table is read here.
+
+    Raises:
+        PlanError: there is no such preset.
+    """
     machine = preset(hardware)
     cluster = recipe.cluster
+    ranks_per_node = cluster.ranks_per_node or machine.ranks_per_node
+    ports = cluster.ports_per_node
     return replace(
         machine,
-        ranks_per_node=cluster.ranks_per_node or machine.ranks_per_node,
+        ranks_per_node=ranks_per_node,
+        ports_per_rank=machine.ports_per_rank if ports is None else ports / ranks_per_node,
+        intra_node=_stated_link(machine.intra_node, cluster.intra_node_gb_per_s, cluster.intra_node_latency_us),
+        inter_node=_stated_link(machine.inter_node, cluster.inter_node_gb_per_s, cluster.inter_node_latency_us),
+        rail_optimized=machine.rail_optimized if cluster.rail_optimized is None else cluster.rail_optimized,
         memory_bytes=cluster.memory_gib * GIB if cluster.memory_gib else machine.memory_bytes,
         host_memory_bytes=cluster.host_memory_gib * GIB if cluster.host_memory_gib else machine.host_memory_bytes,
     )
+
+
+def _stated_link(link: Link, gb_per_s: float | None, latency_us: float | None) -> Link:
+    """Return a preset's link with what a recipe states of it; steps of collectives follow the latency of a message."""
+    if gb_per_s is not None:
+        link = replace(link, bytes_per_s=gb_per_s * GB)
+    if latency_us is not None:
+        latency_s = latency_us * US
+        link = replace(link, latency_s=latency_s, step_s=link.step_s * latency_s / link.latency_s)
+    return link
 
 
 def precision_for(recipe: Recipe, machine: Hardware) -> Precision:
@@ -53,7 +77,7 @@ def costs_for(machine: Hardware, precision: Precision, table: Path | None) -> An
         ("hardware", measured.hardware, machine.name),
         ("precision", measured.precision, precision),
     ):
-        if of_table != needed:
+        if not is_same_hardware(of_table, needed):
             raise PlanError(
                 f"cluster.costs: {table} was made for {what} {of_table}, but this is planned for {needed}; "
                 f"set {_SETTING_OF[what]} to {of_table}, make a table with `mmtrain profile` on {needed}, or leave "

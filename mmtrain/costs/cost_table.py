@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from mmtrain.costs.cost_model import TokenLoad
+from mmtrain.costs.find_hardware import is_same_hardware
 from mmtrain.costs.layer_fields import checked_layer_fields, layer_fields, layer_key, shape_of_fields
 from mmtrain.costs.table_contradictions import (
     describe_invalid_table,
@@ -226,7 +227,7 @@ class CostTable(_Frozen):
         """
         for name in ("hardware", "device", "precision", "software"):
             old_value, new_value = getattr(self, name), getattr(newer, name)
-            if old_value != new_value:
+            if old_value != new_value and not (name == "hardware" and is_same_hardware(old_value, new_value)):
                 raise PlanError(
                     f"the table was measured with {name} {old_value}, now it is {new_value}; seconds of both in one "
                     "table would mislead. Write to another file with --out, or delete the old one"

@@ -162,7 +162,10 @@ def torch_seed(seed: int) -> int:
 def detect_hardware() -> str:
     """Return the hardware preset of this machine; PlanError for a GPU without one."""
     prepare_allocator()  # asking for a device's name starts CUDA
-    return preset_for_device(torch.cuda.get_device_name(0) if torch.cuda.is_available() else None)
+    name = preset_for_device(torch.cuda.get_device_name(0) if torch.cuda.is_available() else None)
+    if name is None:
+        raise LaunchError("cluster.hardware: `auto` knows no preset for this machine's GPU; name the closest one")
+    return name
 
 
 def find_address(env: Mapping[str, str] = os.environ) -> Address | None:

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from mmtrain.costs.hardware import GIB, PRESETS
+from mmtrain.costs.hardware import GB, GIB
+from mmtrain.costs.hardware_presets import PRESETS
 from mmtrain.errors import MmtrainError
 from scripts.gpu.cases import BenchCase, first_cases
 from scripts.gpu.findings import Finding, predicted_allocation_gib, write_json
@@ -16,6 +17,7 @@ from scripts.gpu.synthetic import SIZES, SyntheticSamples
 from scripts.plans import fastest_plan
 
 CHOICE = ("auto", "auto")
+MIN_CARD_BYTES = 80 * GB
 
 
 def main() -> None:
@@ -24,11 +26,17 @@ def main() -> None:
 
 
 def plan_findings() -> Iterator[Finding]:
-    """Yield a row for each case and preset; one that does not fit is `failed`."""
-    for name, hardware in PRESETS.items():
-        if hardware.num_multiprocessors:  # a GPU
-            for case in dict.fromkeys(first_cases(hardware.memory_bytes / GIB, CHOICE, CHOICE)):
-                yield plan_finding(case, name)
+    """Yield a row for each case and GPU; one that does not fit is `failed`."""
+    for name in gpus_of_first_cases():
+        hardware = PRESETS[name]
+        for case in dict.fromkeys(first_cases(hardware.memory_bytes / GIB, CHOICE, CHOICE)):
+            yield plan_finding(case, name)
+
+
+def gpus_of_first_cases() -> list[str]:
+    """Return the presets of GPUs that the cases are made for, each once: one rank needs no network."""
+    large = [name for name, hardware in PRESETS.items() if hardware.memory_bytes >= MIN_CARD_BYTES]
+    return [name for name in large if not any(name.startswith(f"{other}-") for other in large)]
 
 
 def plan_finding(case: BenchCase, hardware: str) -> Finding:

@@ -5,11 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mmtrain.costs import PRESETS, AnalyticCosts, GroupLayout, TokenLoad, preset, preset_for_device
+from mmtrain.costs import PRESETS, AnalyticCosts, GroupLayout, TokenLoad, preset
 from mmtrain.costs import layer_arithmetic as analytic
 from mmtrain.costs.cost_model import LayerWork
 from mmtrain.costs.framework import OWN_RUNTIME, Execution
-from mmtrain.errors import PlanError
 from mmtrain.models.shapes.layer_shape import BLOCK_PIECES, MLP_CHUNK_TOKENS, Attention, DenseMlp, LayerShape
 from tests.models.factory import settings, shape_of
 
@@ -22,25 +21,10 @@ def costs(request: pytest.FixtureRequest) -> AnalyticCosts:
     return AnalyticCosts(preset(request.param), "fp32" if request.param == "cpu-core" else "bf16")
 
 
-def test_an_unknown_preset_names_the_nearest() -> None:
-    with pytest.raises(PlanError, match=r"cluster\.hardware: `h100x` is not a known preset; did you mean `h100-80g`\?"):
-        preset("h100x")
-    assert preset("h100") is preset("h100-80g")
-
-
-def test_the_device_name_decides_on_the_preset() -> None:
-    assert preset_for_device(None) == "cpu-core"
-    assert preset_for_device("NVIDIA H200") == "h200-141g"
-    assert preset_for_device("NVIDIA A100-SXM4-80GB") == "a100-80g"
-    assert preset_for_device("NVIDIA A800-SXM4-80GB") == "a800-80g"
-    with pytest.raises(PlanError, match="GH200"):
-        preset_for_device("NVIDIA GH200 480GB")
-    with pytest.raises(PlanError, match="no preset for this machine's device `Tesla T4`"):
-        preset_for_device("Tesla T4")
-
-
 def test_source_says_that_nothing_was_measured_and_how_far_off_it_may_be(costs: AnalyticCosts) -> None:
-    band = "within a factor of 3" if costs.hardware.name == "cpu-core" else "within 15%"
+    name = costs.hardware.name
+    band = "within 15%" if name.startswith(("a100", "a800", "h100", "h200")) else "within 50%"
+    band = "within a factor of 3" if name == "cpu-core" else band
     assert costs.source == f"modelled: {costs.hardware.name}, {band}"
 
 
@@ -90,7 +74,7 @@ def test_large_gemms_reach_the_stated_share_of_the_peak() -> None:
         assert large > 0.85 * hardware.gemm_efficiency
 
 
-@pytest.mark.parametrize("name", ["a100-80g", "a800-80g", "h100-80g", "h200-141g"])
+@pytest.mark.parametrize("name", sorted(set(PRESETS) - {"cpu-core"}))
 def test_the_last_wave_of_tiles_costs_half_a_wave(name: str) -> None:
     hardware = preset(name)
     wave = hardware.num_multiprocessors * 128  # tiles of 128 x 128 in one row

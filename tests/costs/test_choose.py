@@ -1,16 +1,19 @@
 """The costs that a recipe chooses: modelled from a preset, from a file, or from a table of the package."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from mmtrain.costs import AnalyticCosts, CostTable, MeasuredCosts, TokenLoad, costs_for, preset
-from mmtrain.costs.choose import is_shipped
+from mmtrain.costs.choose import is_shipped, machine_for
 from mmtrain.costs.cost_model import LayerWork
 from mmtrain.errors import PlanError
 from mmtrain.models.shapes.layer_shape import Attention, DenseMlp
 from mmtrain.models.shapes.model_shape import LayerShape
+from mmtrain.recipe import load_recipe
+from tests.planning import factory
 
 TABLES = Path(__file__).parents[2] / "mmtrain" / "costs" / "tables"
 
@@ -41,6 +44,44 @@ def test_the_h200_table_says_what_was_not_measured() -> None:
         assert ("vit_block", hidden, 1) in kinds
     measured = {entry.source for entry in table.layers} != {"modelled"}
     assert measured or table.device.startswith("none: modelled")
+
+
+def test_a_recipe_states_the_cluster_as_it_is() -> None:
+    h100 = preset("h100-80g")
+    stated = factory.recipe(
+        cluster={
+            "ports_per_node": 4,
+            "intra_node_gb_per_s": 120,
+            "inter_node_gb_per_s": 24,
+            "inter_node_latency_us": 40,
+            "rail_optimized": True,
+        }
+    )
+    machine = machine_for(stated, "h100-80g")
+    assert machine.ports_per_rank == 4 / 8
+    assert machine.intra_node == replace(h100.intra_node, bytes_per_s=120e9)
+    assert machine.inter_node.bytes_per_s == 24e9
+    assert machine.inter_node.latency_s == pytest.approx(40e-6)
+    assert machine.inter_node.step_s == pytest.approx(2 * h100.inter_node.step_s), "steps follow the latency"
+    assert machine.link(same_node=False).bytes_per_s == 12e9, "two ranks share a port"
+    assert (machine.rail_optimized, machine.rail_hop_s) == (True, h100.intra_node.step_s)
+    four_ranks = factory.recipe(cluster={"ports_per_node": 4, "ranks_per_node": 4})
+    assert machine_for(four_ranks, "h100-80g").ports_per_rank == 1.0
+    assert machine_for(factory.recipe(cluster={"ranks_per_node": 4}), "a100-80g-2x200").ports_per_rank == 0.25
+    assert machine_for(factory.recipe(), "h100-80g") == h100
+    assert machine_for(factory.recipe(cluster={"rail_optimized": False}), "a800-80g-4x200").rail_hop_s == 0.0
+
+
+def test_the_page_on_planning_shows_a_cluster_that_can_be_stated(tmp_path: Path) -> None:
+    """The example of docs/planning.md, planned on the preset that it names: MMScale's network, stated by hand."""
+    page = (TABLES.parents[2] / "docs" / "planning.md").read_text(encoding="utf-8")
+    block = page.partition("### The cluster\n")[2].partition("    cluster:\n")[2].partition("\n\n")[0]
+    whatif = TABLES.parents[2] / "recipes" / "whatif"
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"extends: {whatif / 'mmscale_7b.yaml'}\ncluster:\n{block}\n", encoding="utf-8")
+    recipe = load_recipe(path).recipe
+    stated, papers = machine_for(recipe, recipe.cluster.hardware), preset("a800-80g-4x200")
+    assert replace(stated, name=papers.name, host_memory_bytes=papers.host_memory_bytes) == papers
 
 
 def test_an_unknown_table_is_rejected(tmp_path: Path) -> None:
@@ -78,7 +119,7 @@ def test_a_table_that_was_measured_on_other_hardware_than_it_states_is_rejected(
     table.model_copy(update={"hardware": hardware, "device": device}).save(path)
     with pytest.raises(PlanError, match=f"it is for hardware {hardware}, and was measured on `{device}`; make a table"):
         costs_for(preset(hardware), "bf16", path)
-    table.model_copy(update={"hardware": hardware, "device": "NVIDIA L40S"}).save(path)  # may be the closest preset
+    table.model_copy(update={"hardware": hardware, "device": "NVIDIA L40"}).save(path)  # may be the closest preset
     assert isinstance(costs_for(preset(hardware), "bf16", path), MeasuredCosts)
 
 

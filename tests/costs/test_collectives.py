@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmtrain.costs import GroupLayout, preset
+from mmtrain.costs import AnalyticCosts, GroupLayout, preset
 from mmtrain.costs.collectives import collective_seconds
 
 H100 = preset("h100-80g")
@@ -21,16 +21,20 @@ AT_ONCE = replace(
 GB = 10**9
 
 
-def ring_seconds(per_node: int, nodes: int, nbytes: int) -> float:
-    """Play an all-gather: as many rings as a node has ranks, each entering and leaving the nodes at another rank."""
+def ring_seconds(per_node: int, nodes: int, nbytes: int, ranks_per_port: int = 1) -> float:
+    """Play an all-gather: as many rings as a node has ranks, each entering and leaving the nodes at another rank.
+
+    ranks_per_port: consecutive ranks of a node whose messages to other nodes leave through one port.
+    """
     size = per_node * nodes
     carried: Counter[tuple[str, int]] = Counter()  # bytes that a rank sends over a link in one step
     for ring in range(per_node):
         order = [(ring + i) % per_node for i in range(per_node)]
         ranks = [node * per_node + local for node in range(nodes) for local in order]
         for rank, following in zip(ranks, ranks[1:] + ranks[:1], strict=True):
-            link = "nvlink" if rank // per_node == following // per_node else "port"
-            carried[link, rank] += nbytes // per_node // size
+            is_inside = rank // per_node == following // per_node
+            link, place = ("nvlink", rank) if is_inside else ("port", rank // ranks_per_port)
+            carried[link, place] += nbytes // per_node // size
     speed = {"nvlink": H100.intra_node.bytes_per_s, "port": H100.inter_node.bytes_per_s}
     return (size - 1) * max(sent / speed[link] for (link, _), sent in carried.items())
 
@@ -46,6 +50,50 @@ def test_a_group_sends_through_a_port_for_each_rank_on_a_node(per_node: int, nod
     assert gathered >= ring_seconds(per_node, nodes, nbytes) * (1 - 1e-9)
     assert collective_seconds(AT_ONCE, "reduce_scatter", nbytes, group) == gathered
     assert collective_seconds(AT_ONCE, "all_reduce", nbytes, group) <= 2 * gathered * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("per_node", "nodes"), [(8, 2), (8, 16), (72, 2), (72, 3)])
+@pytest.mark.parametrize("ranks_per_port", [1, 2, 4])
+def test_ranks_that_share_a_port_share_its_rate(per_node: int, nodes: int, ranks_per_port: int) -> None:
+    """Whole nodes, and all groups of one rank a node at once, as the data-parallel groups of a tensor-parallel unit."""
+    nbytes = 128 * 7 * 9 * 72 * 1000
+    machine = replace(AT_ONCE, ports_per_rank=1 / ranks_per_port, ranks_per_node=per_node)
+    whole = collective_seconds(machine, "all_gather", nbytes, GroupLayout(per_node * nodes, nodes))
+    played = ring_seconds(per_node, nodes, nbytes, ranks_per_port)
+    assert played * (1 - 1e-9) <= whole <= 1.15 * played
+    through_port = Counter[int]()  # bytes that leave the first node in a step of each group's ring
+    for rank in range(per_node):
+        through_port[rank // ranks_per_port] += nbytes // nodes
+    slowest = (nodes - 1) * max(through_port.values()) / H100.inter_node.bytes_per_s
+    strided = GroupLayout.strided(nodes, per_node, per_node)
+    assert collective_seconds(machine, "all_gather", nbytes, strided) == pytest.approx(slowest)
+
+
+@pytest.mark.parametrize("ranks_per_port", [1, 2, 4, 8])
+def test_messages_of_all_ranks_of_a_node_share_its_ports(ranks_per_port: int) -> None:
+    """In a pipeline all eight ranks send to the next stage's node at once; a message waits for its port."""
+    nbytes = 10**8
+    machine = replace(H100, ports_per_rank=1 / ranks_per_port)
+    through_port = Counter(rank // ranks_per_port for rank in range(8))
+    slowest = max(through_port.values()) * nbytes / H100.inter_node.bytes_per_s
+    costs = AnalyticCosts(machine, "bf16")
+    assert costs.transfer(nbytes, same_node=False) == pytest.approx(H100.inter_node.latency_s + slowest)
+    assert costs.transfer(nbytes, same_node=True) == AnalyticCosts(H100, "bf16").transfer(nbytes, same_node=True)
+    assert costs.all_to_all(0, nbytes, GroupLayout(16, 2)) == costs.transfer(nbytes, same_node=False)
+
+
+def test_an_nvl72_is_one_node() -> None:
+    rack = preset("gb200-nvl72")
+    inside, across = GroupLayout.strided(72, 1, rack.ranks_per_node), GroupLayout.strided(72, 2, rack.ranks_per_node)
+    assert (inside.nodes, across.nodes, across.fewest_per_node) == (1, 2, 36)
+    nbytes = GB
+    once_s = 71 / 72 * nbytes / rack.intra_node.bytes_per_s
+    steps_s = rack.collective_start_s + 71 * rack.intra_node.step_s
+    assert collective_seconds(rack, "all_gather", nbytes, inside) == pytest.approx(steps_s + once_s)
+    one_a_rack = collective_seconds(rack, "all_gather", nbytes, GroupLayout.strided(2, 72, rack.ranks_per_node))
+    assert one_a_rack == pytest.approx(
+        rack.collective_start_s + rack.inter_node.step_s + nbytes / 2 / rack.inter_node.bytes_per_s
+    )
 
 
 def test_published_bandwidths_come_out() -> None:

@@ -9,7 +9,7 @@ from mmtrain.costs.analytic_costs import AnalyticCosts
 from mmtrain.costs.collectives import GroupLayout
 from mmtrain.costs.context_parallel_costs import ContextGroup, context_seconds, exchange_buffer_bytes
 from mmtrain.costs.cost_model import LayerWork
-from mmtrain.costs.hardware import preset
+from mmtrain.costs.find_hardware import preset
 from mmtrain.models.shapes.model_shape import LayerShape, build_model_shape
 from tests.planning.factory import recipe
 

@@ -27,7 +27,7 @@ from mmtrain.planning.evaluate.layout_simulation import model_timing, simulate_f
 from mmtrain.planning.formulate import formulate_problem
 from mmtrain.planning.layer_costs.layer_costs import LayerCosts
 from mmtrain.planning.planner import plan
-from mmtrain.planning.search.replicated import ReplicatedStrategy
+from mmtrain.planning.search.replicated import ReplicatedStrategy, shard_sizes
 from mmtrain.planning.space.budget import DEFAULT_BUDGET
 from mmtrain.planning.space.problem import PlanRequest
 from mmtrain.planning.space.sample_batches import batch_split_of
@@ -51,6 +51,24 @@ def test_overlapped_layers_follow_their_dependencies(layers: list[tuple[float, f
         clock = max(clock + seconds + slowdown * min(seconds, comm - clock), comm)
     elapsed = overlapped_seconds(np.array(compute), np.array(gathers), np.array(reductions), slowdown)
     assert elapsed == pytest.approx(clock + reductions[-1])
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "per_node", "sizes"),
+    [
+        (16, 8, [1, 2, 4, 8, 16]),
+        (12, 8, [1, 2, 4, 12]),
+        (64, 72, [1, 2, 4, 8, 16, 32, 64]),  # fewer than an NVL72 has: any divisor stays inside
+        (144, 72, [1, 2, 3, 4, 6, 8, 9, 12, 18, 24, 36, 72, 144]),
+        (1, 8, [1]),
+    ],
+)
+def test_shards_lie_inside_a_node_or_on_whole_ones(num_ranks: int, per_node: int, sizes: list[int]) -> None:
+    assert list(shard_sizes(num_ranks, per_node)) == sizes
+    for size in sizes:
+        groups = [range(first, first + size) for first in range(0, num_ranks, size)]
+        on_nodes = {len({rank // per_node for rank in group}) for group in groups}
+        assert on_nodes == {1} or size % per_node == 0 or size == num_ranks
 
 
 def test_a_plan_of_the_placement_is_proved_and_says_its_shards() -> None:

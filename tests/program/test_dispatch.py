@@ -173,6 +173,9 @@ def test_a_dispatch_ends_with_the_rank_that_moves_most(
         element_bytes=2,
         ranks_per_node=2,
     )
+    railed = replace(timing, rail_hop_s=3.0)
+    hop_s = 0.0 if exchange == "all_gather" else 3.0  # rank 0 also sends to rank 3, which is on another rail
+    assert railed.collective(0, Dispatch(EDGE, 0, 0, "activation"), ranks).seconds == activations.seconds + hop_s
     costs: dict[Payload, TransferCost] = {"activation": activations, "gradient": gradients}
     for payload, cost in costs.items():
         dispatch = Dispatch(EDGE, 0, 0, payload)

@@ -1,5 +1,6 @@
 """Timing from a cost model, and the Chrome trace."""
 
+import itertools
 import json
 from dataclasses import dataclass, replace
 
@@ -164,6 +165,18 @@ def test_messages_carry_routed_rows_between_units_and_all_tokens_inside_a_unit(t
     assert timing.message(0, Send(between, image, text, 1, "activation")) == TransferCost(3 * 8 * 2, 3 * 8 * 2)
     assert timing.message(1, Send(inside, text, text, 3, "gradient")) == TransferCost(10 * 6 * 8 * 2, 6 * 8 * 2)
     assert timing.collective(1, Share(between, text, "activation"), (1, 2)) == TransferCost(3 * 8 * 2, 3 * 8 * 2)
+
+
+def test_messages_to_another_rail_of_another_node_take_a_hop_more(timing):
+    """Nodes of two ranks: messages hop where node and place on it differ, whatever the edge."""
+    between, inside = timing.graph.edges[1], timing.graph.edges[0]
+    image, text = Microbatch("vision", 0, 0), Microbatch("llm", 0, 0)
+    railed = replace(timing, rail_hop_s=7.0)
+    for sender, peer in itertools.permutations(range(5), 2):
+        hop_s = 7.0 if (sender // 2 != peer // 2 and sender % 2 != peer % 2) else 0.0
+        for edge, src in ((between, image), (inside, text)):
+            send = Send(edge, src, text, peer, "activation")
+            assert railed.message(sender, send).seconds == timing.message(sender, send).seconds + hop_s
 
 
 def test_messages_carry_what_travels_beside_the_hidden_states(timing):

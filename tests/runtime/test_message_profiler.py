@@ -15,7 +15,7 @@ from mmtrain.runtime.profiling.message_profiler import (
     measure_node_links,
     processor_share,
 )
-from mmtrain.runtime.profiling.profile import ProfileRequest, profile_node_links
+from mmtrain.runtime.profiling.profile import ProfileRequest, profile_node_links, ranks_per_node
 from mmtrain.runtime.resilience.launch import free_port
 from mmtrain.runtime.world import Address, World, join, leave
 from tests.distributed import fork_ranks
@@ -61,9 +61,26 @@ def test_groups_of_a_node_are_measured_side_by_side() -> None:
 
 @pytest.mark.parametrize(("size", "per_node"), [(2, 2), (5, 2)])
 def test_ranks_on_one_node_or_unevenly_spread_are_rejected(size: int, per_node: int) -> None:
-    address = Address(0, size, 0, "127.0.0.1", 1, "torchrun", ranks_per_node=per_node)
     with pytest.raises(LaunchError, match=rf"found {size} ranks with 2 on a node; to measure the links"):
-        measure_node_links(World(0, size, torch.device("cpu")), address)
+        measure_node_links(World(0, size, torch.device("cpu")), per_node)
+
+
+@pytest.mark.parametrize(
+    ("hardware", "cluster", "per_machine", "per_node"),
+    [
+        ("h100-80g", {}, 8, 8),
+        ("h100-80g", {}, 4, 4),  # half a node each
+        ("gb200-nvl72", {}, 4, 72),  # a machine has four GPUs, an NVLink domain 18 machines
+        ("h100-80g", {"ranks_per_node": 16}, 8, 16),
+        ("h100-80g", {"ranks_per_node": 12}, 8, 8),
+    ],
+)
+def test_a_node_may_hold_several_machines(
+    hardware: str, cluster: dict[str, int], per_machine: int, per_node: int
+) -> None:
+    request = ProfileRequest(factory.recipe(cluster=cluster), hardware, 144, {})
+    address = Address(0, 144, 0, "127.0.0.1", 1, "torchrun", ranks_per_node=per_machine)
+    assert ranks_per_node(request, address) == per_node
 
 
 def _losses_beside_an_all_reduce(rank: int, size: int, folder: Path, port: int) -> tuple[float, float]:

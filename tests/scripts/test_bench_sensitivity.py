@@ -9,7 +9,8 @@ import pytest
 
 from mmtrain.costs import AnalyticCosts, CostTable, preset
 from mmtrain.costs.cost_table import MessageEntry
-from mmtrain.costs.hardware import PRESETS, Hardware, Link
+from mmtrain.costs.hardware import Hardware, Link
+from mmtrain.costs.hardware_presets import PRESETS
 from mmtrain.costs.recorded_costs import RecordedRatios, recorded_table
 from mmtrain.models.shapes.model_shape import build_model_shape
 from mmtrain.planning.artifact.plan import AS_FAST_RATIO

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from mmtrain.costs.find_hardware import is_same_hardware
 from mmtrain.errors import PlanError
 from mmtrain.planning.artifact.plan import PLAN_VERSION, Plan
 from mmtrain.program.ir.graph import LLM
@@ -65,7 +66,7 @@ def require_match(plan: Plan, recipe_sha256: str, world_size: int, hardware: str
             f"the number of ranks: plan {plan.world_size}, now {world_size}; start {plan.world_size} (a run that is "
             "resumed with --elastic makes another plan)"
         )
-    if plan.hardware != hardware:
+    if not is_same_hardware(plan.hardware, hardware):
         differs.append(f"the hardware: plan `{plan.hardware}`, now `{hardware}`")
     if differs:
         listed = "\n  ".join(differs)

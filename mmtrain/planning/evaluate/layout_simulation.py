@@ -246,6 +246,7 @@ def model_timing(graph: StageGraph, layer_costs: LayerCosts, loads: StepLoads, m
         ELEMENT_BYTES[layer_costs.precision],
         machine.ranks_per_node,
         machine.overlap_slowdown,
+        machine.rail_hop_s,
     )
 
 

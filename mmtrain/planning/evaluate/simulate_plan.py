@@ -32,4 +32,5 @@ def plan_timing(recipe: Recipe, plan: Plan, batch: BatchMeta) -> ModelTiming:
         ELEMENT_BYTES[plan.precision],
         machine.ranks_per_node,
         machine.overlap_slowdown,
+        machine.rail_hop_s,
     )

@@ -143,8 +143,11 @@ def fit_replicated(candidate: Candidate, evaluator: Evaluator) -> Candidate | Re
 
 
 def shard_sizes(num_ranks: int, ranks_per_node: int) -> Sequence[int]:
-    """Return sizes of shard groups: divisors of a node's ranks, and whole nodes by powers of two, up to all ranks."""
-    common = math.gcd(num_ranks, ranks_per_node)
+    """Return sizes of shard groups: divisors of a node's ranks, and whole nodes by powers of two, up to all ranks.
+
+    Groups lie one after another. Fewer ranks than a node has, such as 64 of an NVL72, are divided as they are.
+    """
+    common = num_ranks if num_ranks <= ranks_per_node else math.gcd(num_ranks, ranks_per_node)
     in_node = [size for size in range(1, ranks_per_node + 1) if common % size == 0]
     num_nodes = num_ranks // ranks_per_node if num_ranks % ranks_per_node == 0 else 0
     across_nodes = [ranks_per_node << i for i in range(1, num_nodes.bit_length()) if num_nodes % (1 << i) == 0]

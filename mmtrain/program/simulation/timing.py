@@ -121,6 +121,7 @@ class ModelTiming:
     element_bytes: int  # of an activation and of a parameter
     ranks_per_node: int
     overlap_slowdown: float = 0.0  # share of a hidden collective's time that compute beside it loses
+    rail_hop_s: float = 0.0  # see `Hardware.rail_hop_s`
 
     def compute(self, action: Compute) -> float:
         """Return the seconds of a forward or backward, or of some of its segments."""
@@ -188,19 +189,24 @@ class ModelTiming:
         if rows == 0:  # most pairs of microbatches of two units
             return NO_TRANSFER
         same_node = sender // self.ranks_per_node == action.peer // self.ranks_per_node
+        hops = not same_node and sender % self.ranks_per_node != action.peer % self.ranks_per_node
         if rows is not None:
-            return self._transfer(self._row_bytes(action.edge, rows), same_node)
+            return self._transfer(self._row_bytes(action.edge, rows), same_node, hops)
         # Inside a unit, most messages of a step are alike: each microbatch passes many edges, there and back.
-        key = (self._edge_numbers[action.edge], action.src.replica, action.src.index, same_node)
+        key = (self._edge_numbers[action.edge], action.src.replica, action.src.index, same_node, hops)
         if key not in self._transfers:
-            self._transfers[key] = self._transfer(self._bytes_inside(action.edge, action.src), same_node)
+            self._transfers[key] = self._transfer(self._bytes_inside(action.edge, action.src), same_node, hops)
         return self._transfers[key]
 
-    def _transfer(self, nbytes: int, same_node: bool) -> TransferCost:
-        return TransferCost(self.costs.transfer(nbytes, same_node), nbytes, self._posting_s) if nbytes else NO_TRANSFER
+    def _transfer(self, nbytes: int, same_node: bool, hops: bool) -> TransferCost:
+        """Return the cost of a message; `hops`: it goes to another rail of another node."""
+        if not nbytes:
+            return NO_TRANSFER
+        hop_s = self.rail_hop_s if hops else 0.0
+        return TransferCost(self.costs.transfer(nbytes, same_node) + hop_s, nbytes, self._posting_s)
 
     @cached_property
-    def _transfers(self) -> dict[tuple[int, int, int, bool], TransferCost]:
+    def _transfers(self) -> dict[tuple[int, int, int, bool, bool], TransferCost]:
         """Cache of `message` inside units, by number of the edge, replica and index of the microbatch, and link."""
         return {}
 
@@ -270,7 +276,9 @@ class ModelTiming:
             largest += sent
             most.append(max(sent, received))
         on_node_bytes, off_node_bytes = most
-        return TransferCost(self.costs.all_to_all(on_node_bytes, off_node_bytes, layout), largest)
+        is_off_rail = ~same_node & (sender % self.ranks_per_node != receiver % self.ranks_per_node) & (nbytes > 0)
+        hop_s = self.rail_hop_s if is_off_rail.any() else 0.0
+        return TransferCost(self.costs.all_to_all(on_node_bytes, off_node_bytes, layout) + hop_s, largest)
 
     def link_class(self, ranks: tuple[int, ...]) -> GroupLayout:
         """Return how the ranks lie on nodes."""

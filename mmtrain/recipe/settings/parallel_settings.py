@@ -187,8 +187,10 @@ class ClusterSettings(Section):
     hardware: str = setting(
         "auto",
         affects={"plan"},
-        description="A hardware preset (`cpu-core`, `a100-80g`, `a800-80g`, `h100-80g`, `h200-141g`). "
-        "`auto`: this machine's.",
+        description="A hardware preset: `cpu-core`, `a100-80g` (with fewer ports: `-4x200`, `-2x200`), `a800-80g` "
+        "(`-4x200`), `h100-80g`, `h200-141g`, `b200-180g`, `b300-270g`, `gb200-nvl72`, `gb300-nvl72`, `l40s-48g`, "
+        "`rtx-pro-6000-96g`, `rtx-4090-24g`, `rtx-5090-32g`, `a6000-48g`, `gb10-128g`, `mi300x-192g`. `auto`: this "
+        "machine's; a GPU without a preset is measured.",
     )
     ranks: PositiveInt | None = setting(
         None,
@@ -197,7 +199,55 @@ class ClusterSettings(Section):
         "or 2 on a CPU.",
     )
     ranks_per_node: PositiveInt | None = setting(
-        None, affects={"plan"}, description="Ranks on one node. Default: the preset's."
+        None,
+        affects={"plan"},
+        description="Ranks on one node, which reach each other by NVLink or PCIe; of an NVL72, its 72. Default: the "
+        "preset's.",
+    )
+    ports_per_node: PositiveInt | None = setting(
+        None,
+        affects={"plan"},
+        added_later=True,
+        description="Network ports of one node, which its ranks share evenly. Default: as many for each rank as in "
+        "the preset.",
+    )
+    intra_node_gb_per_s: float | None = setting(
+        None,
+        gt=0,
+        affects={"plan"},
+        added_later=True,
+        description="GB/s that a rank sends inside its node in one direction, as collectives reach it (nccl-tests: "
+        "bus bandwidth). About 0.8 of NVLink's one direction; data sheets state both directions together. Default: "
+        "the preset's.",
+    )
+    intra_node_latency_us: float | None = setting(
+        None,
+        gt=0,
+        affects={"plan"},
+        added_later=True,
+        description="Microseconds of an empty message inside a node. Default: the preset's.",
+    )
+    inter_node_gb_per_s: float | None = setting(
+        None,
+        gt=0,
+        affects={"plan"},
+        added_later=True,
+        description="GB/s that one network port carries in one direction: 24 of 200 Gb/s, 48 of 400 Gb/s. Default: "
+        "the preset's.",
+    )
+    inter_node_latency_us: float | None = setting(
+        None,
+        gt=0,
+        affects={"plan"},
+        added_later=True,
+        description="Microseconds of an empty message between nodes. Default: the preset's.",
+    )
+    rail_optimized: bool | None = setting(
+        None,
+        affects={"plan"},
+        added_later=True,
+        description="Whether the k-th ports of all nodes share switches, so that messages between ranks of different "
+        "places on their nodes take one more step inside a node. Default: the preset's.",
     )
     memory_gib: float | None = setting(
         None, gt=0, affects={"plan"}, description="Memory of a rank in GiB. Default: the preset's."

@@ -16,7 +16,7 @@ from mmtrain.costs.cost_table import MessageEntry
 from mmtrain.errors import LaunchError
 from mmtrain.runtime.gloo_threads import calm_gloo_threads
 from mmtrain.runtime.profiling.layer_profiler import median_without_outliers
-from mmtrain.runtime.world import Address, World
+from mmtrain.runtime.world import World
 
 WARM_UP_REPEATS = 2
 REPEATS = 7
@@ -65,15 +65,17 @@ def measure_node_groups(
     return [between_two, *_measure_collectives(world, groups, 1, sizes, with_overlap)]
 
 
-def measure_node_links(world: World, address: Address, sizes: tuple[int, ...] = MESSAGE_BYTES) -> list[MessageEntry]:
+def measure_node_links(world: World, per_node: int, sizes: tuple[int, ...] = MESSAGE_BYTES) -> list[MessageEntry]:
     """Time messages between two nodes, and collectives over 2, 4, ... and all nodes.
 
     Collectives are timed over all ranks of the nodes, and over one rank of each node, for all ranks of a node at once:
-    so the data-parallel groups of a tensor-parallel unit share the network in a step.
+    so the data-parallel groups of a tensor-parallel unit share the network in a step. Messages are timed so, too: each
+    rank of the first node sends to its counterpart on the second, as in a pipeline, and they share the node's ports.
+
+    per_node: ranks of a node.
 
     Raises LaunchError if the ranks are not spread evenly over at least two nodes.
     """
-    per_node = address.ranks_per_node
     num_nodes, left_over = divmod(world.size, per_node)
     if num_nodes < 2 or left_over:
         raise LaunchError(
@@ -81,7 +83,8 @@ def measure_node_links(world: World, address: Address, sizes: tuple[int, ...] = 
             "start equally many ranks on each of two or more nodes; to measure one machine, start `mmtrain profile` "
             "there without a launcher"
         )
-    entries = [_measure(world, "p2p", _Members((0, per_node), 2, None), sizes)]
+    place = world.rank % per_node
+    entries = [_measure(world, "p2p", _Members((place, per_node + place), 2, None), sizes)]
     for nodes in sorted({2**k for k in range(1, num_nodes.bit_length())} | {num_nodes}):
         ranks = range(nodes * per_node)
         entries += _measure_collectives(world, [tuple(ranks)], nodes, sizes)

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from mmtrain.balance import SampleLengths
-from mmtrain.costs import num_parameters, precision_for, preset
+from mmtrain.costs import machine_for, num_parameters, precision_for, preset
 from mmtrain.costs.core_ratios import COPIED_BYTES, GEMM_SIDE
 from mmtrain.costs.cost_table import (
     CoreSpeed,
@@ -32,7 +32,7 @@ from mmtrain.costs.cost_table import (
     layer_fields,
     layer_key,
 )
-from mmtrain.costs.hardware import CORE_PREFIX, is_other_hardware
+from mmtrain.costs.find_hardware import CORE_PREFIX, is_other_hardware
 from mmtrain.costs.measured_costs import interpolation_errors
 from mmtrain.errors import PlanError
 from mmtrain.models.megatron import ParallelGroups
@@ -137,9 +137,20 @@ def profile_node_links(request: ProfileRequest, address: Address) -> CostTable |
     """
     with lost_peers_named(address):
         world = join(address)
-        entries = measure_node_links(world, address)
+        entries = measure_node_links(world, ranks_per_node(request, address))
         leave()
     return empty_cost_table(request).model_copy(update={"messages": tuple(entries)}) if world.is_first else None
+
+
+def ranks_per_node(request: ProfileRequest, address: Address) -> int:
+    """Return the ranks of a node: those that the launcher started on a machine, or on all machines of an NVLink domain.
+
+    `cluster.ranks_per_node` says it too, if it is a multiple of the ranks of a machine.
+    """
+    machine, per_machine = machine_for(request.recipe, request.hardware), address.ranks_per_node
+    spans_machines = machine.spans_machines or request.recipe.cluster.ranks_per_node is not None
+    is_whole = machine.ranks_per_node % per_machine == 0
+    return machine.ranks_per_node if spans_machines and is_whole else per_machine
 
 
 def empty_cost_table(request: ProfileRequest) -> CostTable:

@@ -17,9 +17,9 @@ from mmtrain.costs import (
     TokenLoad,
     costs_for,
     input_grad_needed,
+    machine_for,
     model_flops,
     num_trained_parameters,
-    preset,
 )
 from mmtrain.costs.hardware import ELEMENT_BYTES
 from mmtrain.costs.recorded_costs import RecordedRatios, costs_of_table, recorded_table
@@ -88,7 +88,7 @@ class StepMetricsReducer:
         """
         self.sources = sources
         self._context, self._stream, self._skipped = rank_context, stream, skipped
-        self._machine = preset(hardware)
+        self._machine = machine_for(rank_context.recipe, hardware)
         self.costs: CostModel = costs_for(self._machine, rank_context.precision, rank_context.recipe.cluster.costs)
         watches_costs = rank_context.recipe.train.replan != "off"
         self._drift_detector = CostDriftDetector(rank_context.graph, rank_context.world.rank) if watches_costs else None
@@ -120,6 +120,7 @@ class StepMetricsReducer:
             ELEMENT_BYTES[self._context.precision],
             self._machine.ranks_per_node,
             self._machine.overlap_slowdown,
+            self._machine.rail_hop_s,
         )
 
     def _work_of(self, stage: Stage) -> Hashable:
