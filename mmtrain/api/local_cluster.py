@@ -20,7 +20,7 @@ def resolve_cluster(recipe: Recipe) -> tuple[int, str]:
     """Return the number of ranks and the name of the hardware preset: the recipe's, else this machine's.
 
     Loads torch only where the recipe leaves one of them open and this machine has a GPU, since loading it takes longer
-    than most plans. Raises PlanError for a GPU without a preset.
+    than most plans. A GPU without a preset is measured. Raises PlanError for GPUs that differ too much.
     """
     cluster = recipe.cluster
     ranks, hardware = cluster.ranks, cluster.hardware
@@ -44,12 +44,11 @@ def _count_gpus() -> int:
 
 
 def _local_hardware(num_gpus: int) -> str:
-    if num_gpus:
-        from mmtrain.runtime.world import detect_hardware
+    if not num_gpus:
+        return "cpu-core"
+    from mmtrain.runtime.world import detect_hardware
 
-        return detect_hardware()
-
-    return "cpu-core"
+    return detect_hardware()
 
 
 def require_costs(recipe: Recipe) -> None:

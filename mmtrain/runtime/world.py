@@ -14,9 +14,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d
 
-from mmtrain.costs import preset_for_device
+from mmtrain.costs.find_hardware import preset_for_device, slowest_hardware
 from mmtrain.errors import LaunchError, MmtrainError
 from mmtrain.machine_limits import num_available_cores, num_scheduled_cores
+from mmtrain.runtime.device_rates import hardware_of_gpu
 from mmtrain.runtime.gloo_threads import calm_gloo_threads
 from mmtrain.runtime.rendezvous import (
     RENDEZVOUS_LIMIT_S,
@@ -159,13 +160,27 @@ def torch_seed(seed: int) -> int:
     return zlib.crc32(f"{seed}:torch".encode())
 
 
-def detect_hardware() -> str:
-    """Return the hardware preset of this machine; PlanError for a GPU without one."""
+def detect_hardware(device: torch.device | None = None) -> str:
+    """Return the hardware of a device, or of this machine: its slowest GPU, or `cpu-core` without one.
+
+    A GPU that no preset describes is measured, once in a process, and the first rank says so on stderr. A process that
+    a launcher started looks at its own GPU alone, since the other ranks look at theirs at the same time.
+
+    Raises:
+        PlanError: the GPUs of the machine differ too much, or an unknown one has no memory left to measure it.
+    """
     prepare_allocator()  # asking for a device's name starts CUDA
-    name = preset_for_device(torch.cuda.get_device_name(0) if torch.cuda.is_available() else None)
-    if name is None:
-        raise LaunchError("cluster.hardware: `auto` knows no preset for this machine's GPU; name the closest one")
-    return name
+    if not torch.cuda.is_available() or (device is not None and device.type != "cuda"):
+        return str(preset_for_device(None))
+    num_devices, address = torch.cuda.device_count(), find_address()
+    indices = range(num_devices)
+    if device is not None:
+        indices = range(device.index or 0, (device.index or 0) + 1)
+    elif address is not None:
+        own = device_index(address.local_rank, num_devices)
+        indices = range(own, own + 1)
+    is_first = address is None or address.rank == 0
+    return slowest_hardware([hardware_of_gpu(index, is_first) for index in indices])
 
 
 def find_address(env: Mapping[str, str] = os.environ) -> Address | None:

@@ -324,7 +324,7 @@ def too_large_for_one_rank(recipe: Recipe, world: World) -> str | None:
     if world.device.type == "cpu":
         hardware = "cpu-core"
     elif hardware == "auto":
-        hardware = detect_hardware()
+        hardware = detect_hardware(world.device)
     device = smallest_device_memory(recipe, hardware, world)
     element_bytes = ELEMENT_BYTES[precision_on_device(recipe.train.precision, world.device)]
     layers = [layer for unit in build_model_shape(recipe).units for layer in unit.layers]

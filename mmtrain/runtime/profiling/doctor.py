@@ -6,7 +6,6 @@ import os
 import platform
 import re
 import socket
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,11 +19,13 @@ from pydantic import BaseModel
 
 from mmtrain.costs import preset
 from mmtrain.costs.cost_table import MessageEntry
+from mmtrain.costs.find_hardware import MEASURED_GEMM_SIDE
 from mmtrain.costs.hardware import GIB
 from mmtrain.errors import MmtrainError, PlanError
 from mmtrain.machine_limits import machine_limits, num_available_cores
 from mmtrain.models.attention import backend_problems, choose_backend
 from mmtrain.models.kernels.choice import kernel_choices
+from mmtrain.runtime.device_rates import TorchDevice, gemm_flops
 from mmtrain.runtime.profiling.diagnostics import (
     Diagnostic,
     accelerator_diagnostics,
@@ -42,7 +43,7 @@ DRIVER_FILE = Path("/proc/driver/nvidia/version")
 INFINIBAND_FOLDER = Path("/sys/class/infiniband")
 LOOPBACK = "lo"
 DOCTOR_MESSAGE_BYTES = (2**10, 2**22)
-NUM_TIMED_GEMMS = 5
+CORE_GEMM_SIDE = 1024  # on a core; on a GPU that of `find_hardware`
 PACKAGES = ("torch", "megatron-core", "numpy", "tokenizers", "jinja2", "safetensors", "pydantic", "pillow")
 EXTRA_PACKAGES = (
     *("triton", "liger-kernel", "flash-attn-3", "flash-attn-4", "flash-attn", "transformer-engine"),
@@ -94,7 +95,7 @@ def examine_machine(folder: Path, links: bool = True) -> MachineReport:
             what = f"communication between two processes of this machine: {error}"
             findings.append(Diagnostic("missing", what, NETWORK_REMEDY, ("train", "profile")))
     preset_name = None
-    flops = _gemm_rate(device, dtype)
+    flops = gemm_flops(TorchDevice(device), dtype, MEASURED_GEMM_SIDE if cuda else CORE_GEMM_SIDE)
     try:
         preset_name = detect_hardware()
         findings += throughput_diagnostics(preset(preset_name), "bf16" if cuda else "fp32", flops, messages)
@@ -137,31 +138,6 @@ def _devices(cuda: bool) -> list[str]:
         properties = torch.cuda.get_device_properties(index)
         gpus.append(f"GPU {index}: {properties.name}, {properties.total_memory / GIB:.0f} GiB")
     return [host, *gpus]
-
-
-def _gemm_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the FLOP/s of a large GEMM on one rank's share of this machine: a GPU, or one core."""
-    side = 8192 if device.type == "cuda" else 1024
-    # Random: on constants a GPU draws less power, and so clocks up to 13% higher than on weights.
-    a, b = (torch.randn(side, side, dtype=dtype, device=device) for _ in range(2))
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        seconds = []
-        for _ in range(NUM_TIMED_GEMMS):
-            _synchronize(device)
-            start_s = time.perf_counter()
-            a @ b
-            _synchronize(device)
-            seconds.append(time.perf_counter() - start_s)
-    finally:
-        torch.set_num_threads(threads)
-    return 2 * side**3 / min(seconds)
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _time_messages() -> dict[str, list[float]]:

@@ -59,11 +59,13 @@ class ChosenPlan:
 def choose_plan(request: TrainRequest, world: World, index: DataIndex) -> ChosenPlan:
     """Return the same plan on all ranks; rank 0 chooses it and writes it into the run's folder.
 
-    An elastic run that goes on uses no plan that does not fit its devices: it makes another one, for what they have.
+    An elastic run that goes on uses no plan that does not fit its devices: it makes another one, for what they have. A
+    run on GPUs of several kinds plans for the memory of the smallest.
 
     Raises PlanError for a plan of the user that was made for something else, and if no plan fits.
     """
-    device = smallest_device_memory(request.recipe, request.hardware, world) if request.elastic else None
+    limits_memory = request.elastic or request.mixed_devices
+    device = smallest_device_memory(request.recipe, request.hardware, world) if limits_memory else None
     chosen: ChosenPlan = world.on_first(lambda: _choose(request, world.size, index, device))
     return chosen
 

@@ -2,17 +2,21 @@
 
 import contextlib
 import socket
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import cast
 
 import torch
 from rich.console import Console
 
+from mmtrain.costs.find_hardware import is_same_hardware, slowest_hardware
 from mmtrain.data import DataIndex, build_index
 from mmtrain.durable_files import disk_errors_named
 from mmtrain.runtime.execution.activity import INDEXING, Activity
 from mmtrain.runtime.execution.recorder import StepRecorder, clock_for
+from mmtrain.runtime.rendezvous import print_note
 from mmtrain.runtime.resilience.config_consensus import require_consensus
 from mmtrain.runtime.resilience.failures import record_early_stop, report_failures
 from mmtrain.runtime.resilience.folder_lock import ELASTIC_LEASE, FolderLock
@@ -21,7 +25,7 @@ from mmtrain.runtime.resilience.watchdog import LOST_RANK_SILENCE_S, Watchdog
 from mmtrain.runtime.run_owner import FolderClaim
 from mmtrain.runtime.training.start_run import claim_run_folder
 from mmtrain.runtime.training.train_request import TrainRequest
-from mmtrain.runtime.world import Address, World
+from mmtrain.runtime.world import Address, World, detect_hardware
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,7 @@ def open_session(
     """
     recipe = request.recipe
     require_consensus(world, {"recipe": recipe.model_dump(mode="json"), "torch": torch.__version__})
+    request = with_common_hardware(request, world)
     activity = Activity(recorder=StepRecorder(clock_for(world.device)))
     notify = partial(print, flush=True)
     lease = ELASTIC_LEASE if request.elastic else None
@@ -77,6 +82,30 @@ def open_session(
             )
             console = Console(quiet=not world.is_first)
             yield RankSession(request, address, world, patient_world, activity, index, console, stop, claim, lock)
+
+
+def with_common_hardware(request: TrainRequest, world: World) -> TrainRequest:
+    """Return the request with one hardware for all ranks: the slowest of theirs, where the recipe leaves it open.
+
+    All ranks call this together. The first says on stderr if their GPUs are of several kinds.
+
+    Raises:
+        PlanError: the GPUs differ so much that the fast ones would wait most of the time.
+    """
+    if request.recipe.cluster.hardware != "auto" or world.size == 1:
+        return request
+    of_ranks = cast(list[tuple[str, str]], world.all_gather((request.hardware, detect_hardware(world.device))))
+    first, names = of_ranks[0][0], [name for _, name in of_ranks]
+    if all(is_same_hardware(name, first) for name in names):
+        return replace(request, hardware=first)
+    slowest = slowest_hardware(names)
+    if world.is_first:
+        counts = ", ".join(f"{number} x {name}" for name, number in Counter(names).items())
+        print_note(
+            f"the ranks have GPUs of several kinds ({counts}); all are planned as {slowest}, the slowest, and with the "
+            "memory of the smallest. The others wait for it"
+        )
+    return replace(request, hardware=slowest, mixed_devices=True)
 
 
 def _hosts_to_name(address: Address, world: World) -> list[str]:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
+from mmtrain.costs.find_hardware import is_same_hardware
 from mmtrain.durable_files import disk_errors_named, set_aside, write_whole
 from mmtrain.errors import PlanError
 from mmtrain.planning.artifact.plan import Plan
@@ -58,4 +59,5 @@ def load_plan_of_run(path: Path, notify: Callable[[str], None]) -> Plan | None:
 
 def is_made_for(plan: Plan, recipe_sha256: str, num_ranks: int, hardware: str) -> bool:
     """Return whether a run with this recipe, number of ranks and hardware can be executed with a plan."""
-    return (plan.recipe_sha256, plan.world_size, plan.hardware) == (recipe_sha256, num_ranks, hardware)
+    is_of_run = (plan.recipe_sha256, plan.world_size) == (recipe_sha256, num_ranks)
+    return is_of_run and is_same_hardware(plan.hardware, hardware)

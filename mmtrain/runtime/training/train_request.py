@@ -48,6 +48,7 @@ class TrainRequest:
     may_be_new: bool = False  # with `resume`: start a run if there is none
     restarting_launcher: ProcessIdentity | None = None  # the process that does so, and keeps the folder meanwhile
     force_unlock: bool = False  # take the folder from a run that owns it
+    mixed_devices: bool = False  # ranks have GPUs of several kinds, and `hardware` is the slowest of them
     faults: FaultPoints = field(default_factory=FaultPoints)
 
     @property
