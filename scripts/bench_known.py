@@ -80,7 +80,7 @@ def planning_problem(known: KnownRun, folder: Path) -> PlanningProblem:
         hardware=known.hardware.name,
         recipe_sha256=recipe_fingerprint(recipe),
     )
-    hardware = replace(known.hardware, memory_bytes=problem.hardware.memory_bytes)
+    hardware = replace(known.hardware, memory_bytes=problem.hardware.memory_bytes).at_pace_of(known.ranks)
     costs = AnalyticCosts(hardware, problem.precision, known.execution)
     if not known.execution.overlaps_shards:
         hardware = replace(hardware, overlap_slowdown=1.0)

@@ -4,8 +4,8 @@
     python -m scripts.bench_sensitivity qwen2_vl_7b --anew                # search again under each change, too
 
 A row holds one plan beside the chosen one: how many times as long its step is with the costs as stated, and with one
-constant at so many times that. Without --anew no plan is searched again: layouts, recomputation and orders stay. A cell
-in bold is over 1% faster than the chosen plan.
+constant at so many times that; the spread of the ranks' times at 0 and 2 times. Without --anew no plan is searched
+again: layouts, recomputation and orders stay. A cell in bold is over 1% faster than the chosen plan.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,7 +20,14 @@ from mmtrain.planning.space.budget import DEFAULT_BUDGET
 from mmtrain.planning.space.candidate import Candidate
 from mmtrain.planning.space.problem import PlanningProblem
 from scripts.measurements import arguments, start
-from scripts.perturbed_costs import COST_CONSTANTS, LARGEST_CHANGE, Perturbation, perturbed_costs, perturbed_hardware
+from scripts.perturbed_costs import (
+    COST_CONSTANTS,
+    LARGEST_CHANGE,
+    SPREAD_PERTURBATIONS,
+    Perturbation,
+    perturbed_costs,
+    perturbed_hardware,
+)
 from scripts.whatif_problems import WHAT_IF_FOLDER, whatif_problem
 
 NO_RECIPES = ("common",)  # what others extend
@@ -46,6 +53,7 @@ def main() -> None:
         path.stem for path in WHAT_IF_FOLDER.glob("*.yaml") if path.stem not in NO_RECIPES
     )
     perturbations = [Perturbation(constant, ratio) for constant in COST_CONSTANTS for ratio in options.ratios]
+    perturbations += SPREAD_PERTURBATIONS
     report = start("What the choice of a plan is sensitive to", options)
     report.table("recipe", "plan", "as stated", *map(str, perturbations))
     for name in names:
@@ -87,12 +95,19 @@ def simulate_again(
 ) -> list[list[float]]:
     """Return the step of each candidate under each perturbation, mean over the sampled batches."""
     costs = [perturbed_costs(evaluator.problem.costs, perturbation) for perturbation in perturbations]
-    changed = [evaluator.layer_costs.with_settings(costs=one) for one in costs]
-    hardware, budget = evaluator.problem.hardware, evaluator.budget.evaluation
-    return [
-        [simulate_layout(c.layout, c.schedule, layer_costs, hardware, budget).step_time_s for layer_costs in changed]
-        for c in candidates
+    stated, budget = evaluator.problem.hardware, evaluator.budget.evaluation
+    changed = [
+        (evaluator.layer_costs.with_settings(costs=of_costs), perturbed_hardware(stated, perturbation))
+        for of_costs, perturbation in zip(costs, perturbations, strict=True)
     ]
+    steps = []
+    for candidate in candidates:
+        simulations = (
+            simulate_layout(candidate.layout, candidate.schedule, layer_costs, hardware, budget)
+            for layer_costs, hardware in changed
+        )
+        steps.append([simulation.step_time_s for simulation in simulations])
+    return steps
 
 
 def _degrees(candidate: Candidate) -> list[tuple[str, int, int, int, int | None]]:

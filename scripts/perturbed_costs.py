@@ -16,7 +16,7 @@ from mmtrain.costs.measured_costs import MeasuredCosts
 from mmtrain.models.shapes.model_shape import LayerShape
 
 T = TypeVar("T")
-CostConstant = Literal["GEMM efficiency", "attention efficiency", "launch time", "link speeds"]
+CostConstant = Literal["GEMM efficiency", "attention efficiency", "launch time", "link speeds", "rank spread"]
 COST_CONSTANTS: tuple[CostConstant, ...] = ("GEMM efficiency", "attention efficiency", "launch time", "link speeds")
 LARGEST_CHANGE = 1.25  # no perturbation multiplies a time by more, or divides it by more
 
@@ -32,6 +32,7 @@ class Perturbation:
         return f"{self.constant} {self.ratio:g}x"
 
 
+SPREAD_PERTURBATIONS = (Perturbation("rank spread", 0.0), Perturbation("rank spread", 2.0))
 PERTURBATIONS = tuple(
     Perturbation(constant, ratio) for constant in COST_CONSTANTS for ratio in (1 / LARGEST_CHANGE, LARGEST_CHANGE)
 )
@@ -63,6 +64,10 @@ def perturbed_hardware(hardware: Hardware, perturbation: Perturbation) -> Hardwa
                 inter_node=_at_speed(hardware.inter_node, ratio),
                 collective_start_s=hardware.collective_start_s / ratio,
             )
+        case "rank spread":
+            slowest_rank_ratio = 1 + ratio * (hardware.slowest_rank_ratio - 1)
+            time_spread = hardware.time_spread.scaled(ratio)
+            return replace(changed, time_spread=time_spread, slowest_rank_ratio=slowest_rank_ratio)
 
 
 def _at_speed(link: Link, ratio: float) -> Link:
@@ -78,6 +83,8 @@ def perturbed_costs(costs: CostModel, perturbation: Perturbation) -> CostModel:
     if isinstance(costs, AnalyticCosts):
         return _perturbed_model(costs, perturbation)
     if isinstance(costs, MeasuredCosts):
+        if perturbation.constant == "rank spread":  # all layers take so many times as long
+            return replace(costs, model=_perturbed_model(costs.model, perturbation))
         return PerturbedTable(costs, _perturbed_model(costs.model, perturbation))
     raise TypeError(f"{type(costs).__name__} has no constants to change")
 
@@ -97,6 +104,11 @@ class PerturbedTable:
     def source(self) -> str:
         """Where the table's entries come from, and what was changed."""
         return f"{self.measured.source}; scaled to {self.model.hardware.name}"
+
+    @property
+    def holds_tp_waits(self) -> bool:
+        """Whether layers were measured on TP groups."""
+        return self.measured.holds_tp_waits
 
     def seconds(self, work: LayerWork) -> float:
         """Return the seconds that one rank spends on a pass; see `CostModel`."""

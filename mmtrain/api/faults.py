@@ -47,7 +47,7 @@ def simulate_fault(recipe: Recipe, plan: Plan, timing: ModelTiming, unbroken_s: 
         return FaultOutcome(None, unbroken_s, _describe_end(recipe, plan, timing.ranks_per_node, unbroken_s, fault))
     program = build_program(timing.graph, kind=plan.schedule.kind, order=plan.schedule.order)
     slowed = SlowRankTiming(timing, fault.number, fault.factor)
-    step_time_s = simulate(program, slowed, timing.graph.num_groups).step_time_s
+    step_time_s = simulate(program, slowed, timing.graph.num_groups, timing.waits).step_time_s
     return FaultOutcome(step_time_s, unbroken_s, _describe_slow(fault, step_time_s, unbroken_s))
 
 

@@ -10,6 +10,7 @@ from mmtrain.errors import UserError
 CLUSTER_NUMBERS = (
     *("ranks_per_node", "ports_per_node", "memory_gib"),
     *("intra_node_gb_per_s", "intra_node_latency_us", "inter_node_gb_per_s", "inter_node_latency_us"),
+    *("time_spread.ranks", "time_spread.layers"),
 )
 WHOLE_CLUSTER_NUMBERS = ("nodes", "ranks", "ranks_per_node", "ports_per_node")
 CLUSTER_SYNTAX = (

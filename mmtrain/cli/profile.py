@@ -37,7 +37,7 @@ def profile(
     data, and messages between ranks. Then they time other loads and report the table's interpolation error.
 
     Started by torchrun or srun on several nodes, it measures what the ranks of one machine cannot: messages and
-    collectives between nodes. Both kinds go into one table.
+    collectives between nodes, and how much all ranks differ in speed. Both kinds go into one table.
     """
     import json
     import statistics
@@ -51,6 +51,7 @@ def profile(
     from mmtrain.api.local_cluster import resolve_cluster
     from mmtrain.costs.cost_table import CostTable
     from mmtrain.planning.space.constraints import sizes_to_measure
+    from mmtrain.report.plain_text import time_spread_text
     from mmtrain.runtime.profiling.profile import (
         Profile,
         ProfileRequest,
@@ -91,6 +92,7 @@ def profile(
             "device": table.device,
             "errors": result.errors,
             "median_error": result.median_error,
+            "time_spread": None if table.time_spread is None else table.time_spread.model_dump(),
         }
         typer.echo(json.dumps(report))
         return
@@ -101,6 +103,8 @@ def profile(
         typer.echo(f"  {name:<14} median interpolation error {statistics.median(values):.1%}")
     if result.errors:
         typer.echo(f"median interpolation error of all layers: {result.median_error:.1%}")
+    if table.time_spread is not None:
+        typer.echo(time_spread_text(table.time_spread.ranks, table.time_spread.layers))
     typer.echo(f"plan with --set cluster.costs={out}")
 
 

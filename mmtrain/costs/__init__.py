@@ -5,7 +5,7 @@ Start with `cost_model.CostModel`. `AnalyticCosts` models it, `MeasuredCosts` in
 """
 
 from mmtrain.costs.analytic_costs import AnalyticCosts
-from mmtrain.costs.choose import costs_for, machine_for, precision_for
+from mmtrain.costs.choose import costs_for, machine_for, machine_with_spread, precision_for
 from mmtrain.costs.collectives import CollectiveKind, GroupLayout
 from mmtrain.costs.cost_model import UNDIVIDED, ComputeKind, CostModel, LayerWork, PieceCost, TokenLoad, TokenSplit
 from mmtrain.costs.cost_table import CostTable
@@ -38,6 +38,7 @@ __all__ = [
     "costs_for",
     "input_grad_needed",
     "machine_for",
+    "machine_with_spread",
     "model_flops",
     "num_parameters",
     "num_trained_parameters",

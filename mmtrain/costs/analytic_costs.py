@@ -109,6 +109,11 @@ class AnalyticCosts:
         return f"modelled: {self.hardware.name}, {self.hardware.band}"
 
     @property
+    def holds_tp_waits(self) -> bool:
+        """Return False: no ranks were measured."""
+        return False
+
+    @property
     def element_bytes(self) -> int:
         """Bytes of one activation."""
         return ELEMENT_BYTES[self.precision]

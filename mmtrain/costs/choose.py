@@ -11,6 +11,7 @@ from mmtrain.costs.find_hardware import is_other_hardware, is_same_hardware, pre
 from mmtrain.costs.hardware import GB, GIB, US, Hardware, Link, Precision
 from mmtrain.costs.layer_fields import layer_fields, layer_key
 from mmtrain.costs.measured_costs import MeasuredCosts
+from mmtrain.costs.time_spread import TimeSpread
 from mmtrain.errors import PlanError
 from mmtrain.models.shapes.model_shape import ModelShape
 from mmtrain.recipe.settings.schema import Recipe
@@ -43,6 +44,28 @@ def machine_for(recipe: Recipe, hardware: str) -> Hardware:
     )
 
 
+def machine_with_spread(recipe: Recipe, hardware: str) -> Hardware:
+    """Return `machine_for` with the spread of times that the recipe states, else what its table measured.
+
+    Raises:
+        PlanError: there is no such preset, or the table cannot be read.
+    """
+    machine, cluster = machine_for(recipe, hardware), recipe.cluster
+    spread = machine.time_spread
+    measured = None if cluster.costs is None else _load_table(cluster.costs).time_spread
+    for known in (measured, cluster.time_spread):
+        if known is not None:
+            ranks = spread.ranks if known.ranks is None else known.ranks
+            layers = spread.layers if known.layers is None else known.layers
+            spread = TimeSpread(ranks, layers)
+    return replace(machine, time_spread=spread)
+
+
+def _load_table(table: Path) -> CostTable:
+    """Read the table that `cluster.costs` names."""
+    return CostTable.load(_shipped_path(table.name) if is_shipped(table) else table)
+
+
 def _stated_link(link: Link, gb_per_s: float | None, latency_us: float | None) -> Link:
     """Return a preset's link with what a recipe states of it; steps of collectives follow the latency of a message."""
     if gb_per_s is not None:
@@ -72,7 +95,7 @@ def costs_for(machine: Hardware, precision: Precision, table: Path | None) -> An
     model = AnalyticCosts(machine, precision)
     if table is None:
         return model
-    measured = CostTable.load(_shipped_path(table.name) if is_shipped(table) else table)
+    measured = _load_table(table)
     for what, of_table, needed in (
         ("hardware", measured.hardware, machine.name),
         ("precision", measured.precision, precision),

@@ -125,6 +125,11 @@ class CostModel(Protocol):
         """`measured`, `modelled` or `given`, with the hardware's name, for every table that prints a cost."""
         ...
 
+    @property
+    def holds_tp_waits(self) -> bool:
+        """Whether seconds of layers were measured on TP groups, whose ranks waited for each other."""
+        ...
+
     def seconds(self, work: LayerWork) -> float:
         """Return the seconds that one rank spends on a layer's pass.
 

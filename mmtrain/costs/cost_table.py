@@ -25,6 +25,7 @@ __all__ = [
     "LayerEntry",
     "LayerSample",
     "LayerScale",
+    "MeasuredSpread",
     "MessageEntry",
     "OptimizerEntry",
     "TimedPass",
@@ -153,6 +154,13 @@ class CoreSpeed(_Frozen):
     copy_s: Duration
 
 
+class MeasuredSpread(_Frozen):
+    """How much the measured ranks differed, see `costs.time_spread`."""
+
+    ranks: Share | None  # None: one rank was measured
+    layers: Share
+
+
 class LayerScale(_Frozen):
     """How many times as long a layer took in a run as the entries or the model say, whatever its load and tp."""
 
@@ -180,6 +188,7 @@ class CostTable(_Frozen):
     core_speed: CoreSpeed | None = None  # of CPUs; None: the table is older, or nothing was measured
     # What a pass loses each time it stops inside a layer for other work and goes on; None: not measured.
     cut_s: Seconds | None = None
+    time_spread: MeasuredSpread | None = None  # None: not measured
     held_out_error: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None  # median, relative, of its layers
     layer_scales: tuple[LayerScale, ...] = ()
     message_scale: Scale = 1.0  # of messages between two ranks, and of all-to-alls
@@ -238,10 +247,12 @@ class CostTable(_Frozen):
         newest_error = self.held_out_error if newer.held_out_error is None else newer.held_out_error
         newest_speed = self.core_speed if newer.core_speed is None else newer.core_speed
         newest_cut_s = self.cut_s if newer.cut_s is None else newer.cut_s
+        newest_spread = self.time_spread if newer.time_spread is None else newer.time_spread
         return newer.model_copy(
             update={
                 "core_speed": newest_speed,
                 "cut_s": newest_cut_s,
+                "time_spread": newest_spread,
                 "held_out_error": newest_error,
                 "layers": tuple(layers.values()),
                 "messages": tuple(messages.values()),

@@ -131,6 +131,11 @@ class MeasuredCosts:
             parts.append("`mmtrain profile` on such hardware measures them")
         return "; ".join(parts)
 
+    @property
+    def holds_tp_waits(self) -> bool:
+        """Whether layers were measured on TP groups."""
+        return any(entry.tp > 1 for entry in self.table.layers)
+
     def seconds(self, work: LayerWork) -> float:
         """Return the seconds that one rank spends on a pass; see `CostModel`.
 
@@ -176,7 +181,7 @@ class MeasuredCosts:
             has_extras = layer.lora is not None or layer.recomputes_activation
             bare = replace(layer, lora=None, recomputes_activation=False) if has_extras else layer
             return self.model.seconds(LayerWork(bare, work.tp, load, kind, input_grad))
-        return self._interpolate(entry, timed, layer, load)
+        return self._interpolate(entry, timed, layer, load) * self.model.hardware.slowest_rank_ratio
 
     def pieces(self, work: LayerWork) -> tuple[PieceCost, ...]:
         """Divide the measured seconds of the layer among its pieces.

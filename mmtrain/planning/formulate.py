@@ -6,7 +6,8 @@ from functools import partial
 from itertools import islice
 
 from mmtrain.balance import Grouping, SampleLengths
-from mmtrain.costs import costs_for, machine_for, precision_for
+from mmtrain.costs import Hardware, costs_for, machine_with_spread, precision_for
+from mmtrain.costs.find_hardware import MAX_RATIO_OF_DEVICES
 from mmtrain.errors import PlanError
 from mmtrain.models.shapes.model_shape import build_model_shape
 from mmtrain.planning.advise.infeasible import explain_infeasible, has_meshes
@@ -33,10 +34,10 @@ def formulate_problem(
     hardware: a preset's name. The problem may have no mesh at all; `require_feasible` says so.
 
     Raises:
-        PlanError: settings contradict each other or the model, or the data holds no sample.
+        PlanError: settings contradict each other or the model, the ranks differ too much, or the data holds no sample.
     """
     shape = build_model_shape(recipe)
-    machine = machine_for(recipe, hardware)
+    machine = machine_with_spread(recipe, hardware)
     precision = precision_for(recipe, machine)
     choices = unit_choices(recipe, shape, machine.ranks_per_node, budget.meshes)
     grouping = Grouping.of(recipe.data, recipe.train.num_groups)
@@ -52,6 +53,10 @@ def formulate_problem(
         tp_overlap={name: recipe.parallel.of(name).tp_overlap for name in choices},
         encoder_microbatches=encoder_microbatches(recipe, shape),
     )
+    counts = rank_counts(recipe, constraints, world_size, budget.meshes)
+    _require_even_ranks(machine.at_pace_of(world_size), world_size)
+    # The slowest of the fewest ranks, so that bounds hold for all numbers of them; the simulator adds the rest.
+    machine = machine.at_pace_of(min(counts, default=world_size))
     return PlanningProblem(
         recipe=recipe,
         recipe_sha256=recipe_sha256,
@@ -61,9 +66,20 @@ def formulate_problem(
         seq_len=recipe.data.group_tokens,
         batches=batches,
         constraints=constraints,
-        cluster=Cluster(machine, world_size, rank_counts(recipe, constraints, world_size, budget.meshes)),
+        cluster=Cluster(machine, world_size, counts),
         request=request,
     )
+
+
+def _require_even_ranks(machine: Hardware, num_ranks: int) -> None:
+    """Refuse ranks of which the others would wait for the slowest most of the time, as for GPUs of another kind."""
+    if machine.slowest_rank_ratio > MAX_RATIO_OF_DEVICES:
+        raise PlanError(
+            f"cluster.time_spread.ranks: {machine.time_spread.ranks:g} found, with which the slowest of {num_ranks} "
+            f"ranks takes {machine.slowest_rank_ratio:.1f} times as long as a mean one, and ranks have equal shares of "
+            f"the work. Allowed: up to {MAX_RATIO_OF_DEVICES:g} times. Leave the slow ranks or nodes out "
+            "(`mmtrain report` of a run names them), and state the spread of the others"
+        )
 
 
 def require_feasible(problem: PlanningProblem) -> None:

@@ -13,6 +13,7 @@ from mmtrain.planning.advise.baselines import BaselinePlanner, baseline_label, r
 from mmtrain.planning.advise.finish import best_alternatives, describe_loser, finish_plan, reject_slower
 from mmtrain.planning.advise.measured_choice import Baselines, choose_by_measurement
 from mmtrain.planning.advise.sharded_baselines import SHARDED_RULES
+from mmtrain.planning.advise.spread_choice import other_choices
 from mmtrain.planning.advise.suggestions import suggest_changes
 from mmtrain.planning.artifact.plan import AS_FAST_RATIO, Alternative, Placement, Plan
 from mmtrain.planning.evaluate.evaluator import Evaluator, verify_program
@@ -57,7 +58,10 @@ def plan(problem: PlanningProblem, *, budget: SearchBudget = DEFAULT_BUDGET) -> 
     excluded = excluded_by_memory_bound(evaluator, results)
     # If the plan is `replicated`, always list the FSDP and DDP baselines.
     labels = tuple(map(baseline_label, SHARDED_RULES)) if chosen.placement == "replicated" else ()
-    return finish_plan(chosen, evaluator, best_alternatives([*losers, *excluded], num_shown, labels))
+    alternatives = best_alternatives([*losers, *excluded], num_shown, labels)
+    compares_spreads = request.measure is None and request.names_losers
+    by_spread = other_choices(results.candidates, evaluator) if compares_spreads else ()
+    return finish_plan(chosen, evaluator, alternatives, by_spread)
 
 
 def search_placements(problem: PlanningProblem, budget: SearchBudget) -> tuple[Evaluator, SearchResults]:

@@ -22,6 +22,12 @@ def seconds_text(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1000:.3g} ms"
 
 
+def time_spread_text(ranks: float | None, layers: float) -> str:
+    """Write how unevenly fast ranks are, with the settings that state it; `ranks` is None where only one was timed."""
+    between = "" if ranks is None else f"ranks {ranks:.1%} (cluster.time_spread.ranks), "
+    return f"spread of times for the same work: {between}passes of a layer {layers:.1%} (cluster.time_spread.layers)"
+
+
 def memory_text(gib: float) -> str:
     """Write memory with three digits: `73.9 GiB`, `59.1 MiB`."""
     return f"{gib:.3g} GiB" if gib * 1024 >= 999.5 else f"{gib * 1024:.3g} MiB"  # not 1.01e+03 MiB

@@ -208,6 +208,11 @@ def _sentences(plan: Plan) -> Iterator[str]:
     if predicted.scheduling_efficiency is not None:
         yield f"{predicted.scheduling_efficiency:.0%} of the encoders' work runs inside the LLM's own step."
     yield from _choice_sentences(plan)
+    for choice in predicted.other_choices:
+        yield (
+            f"With {choice.spread} spread of the ranks' times (cluster.time_spread) the choice would be "
+            f"{choice.summary}, {choice.faster:.1%} faster then; `mmtrain profile` measures the spread."
+        )
 
 
 def _memory_sum_text(kinds_gib: dict[str, float], memory_gib: float) -> str:

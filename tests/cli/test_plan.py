@@ -195,6 +195,7 @@ def test_measure_runs_the_best_plans_and_takes_the_fastest(plan: RunMmtrain) -> 
         (["--cluster", "h100:ports_per_node=x"], "ports_per_node is 'x'; allowed: a whole number"),
         (["--cluster", "h100:inter_node_gb_per_s=fast"], "inter_node_gb_per_s is 'fast'; allowed: a number"),
         (["--cluster", "h100:inter_node_gb_per_s=0"], "cluster.inter_node_gb_per_s: found 0.0"),
+        (["--cluster", "h100:time_spread.ranks=2"], "cluster.time_spread.ranks: found 2.0"),
         (["--cluster", "h100:rail_optimized=1"], "rail_optimized is '1'; allowed: true or false"),
         (["--cluster", "v100:nodes=2"], "`v100` is not a known preset"),
         (["--cluster", "h100:nodes=0"], "cluster.ranks: found 0, allowed: a whole number of at least 1"),

@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 
 from mmtrain.costs import AnalyticCosts, CostTable, MeasuredCosts, TokenLoad, costs_for, preset
-from mmtrain.costs.choose import is_shipped, machine_for
+from mmtrain.costs.choose import is_shipped, machine_for, machine_with_spread
 from mmtrain.costs.cost_model import LayerWork
+from mmtrain.costs.cost_table import MeasuredSpread
+from mmtrain.costs.hardware import Hardware
+from mmtrain.costs.time_spread import TimeSpread, expected_maximum
 from mmtrain.errors import PlanError
 from mmtrain.models.shapes.layer_shape import Attention, DenseMlp
 from mmtrain.models.shapes.model_shape import LayerShape
@@ -136,3 +139,37 @@ def test_the_source_says_how_to_measure_missing_layers() -> None:
     assert costs.source.endswith(
         "modelled (h200-141g, within 15%): decoder_block tp2; `mmtrain profile` on such hardware measures them"
     )
+
+
+def test_the_spread_is_the_recipes_then_that_of_its_table_then_the_presets(tmp_path: Path) -> None:
+    def machine(costs: Path | None = None, **stated: float) -> Hardware:
+        cluster = {"time_spread": stated, **({} if costs is None else {"costs": costs})}
+        return machine_with_spread(factory.recipe(cluster=cluster), "h100-80g")
+
+    assert machine().time_spread == preset("h100-80g").time_spread == TimeSpread(0.02, 0.01)
+    table = CostTable.load(TABLES / "h200-141g.json").model_copy(
+        update={"time_spread": MeasuredSpread(ranks=None, layers=0.03)}
+    )
+    table.save(tmp_path / "costs.json")
+    assert machine(tmp_path / "costs.json").time_spread == TimeSpread(0.02, 0.03)
+    assert machine(tmp_path / "costs.json", ranks=0.05).time_spread == TimeSpread(0.05, 0.03)
+    assert machine(Path("h200-141g"), layers=0.0).time_spread == TimeSpread(0.02, 0.0)
+
+
+def test_what_a_rank_must_know_of_its_hardware_needs_no_table(tmp_path: Path) -> None:
+    """A table may lie on the first node alone, which plans."""
+    recipe = factory.recipe(cluster={"costs": tmp_path / "elsewhere.json"})
+    assert machine_for(recipe, "h100-80g").memory_bytes == preset("h100-80g").memory_bytes
+
+
+def test_costs_are_at_the_pace_of_the_slowest_rank() -> None:
+    """Measured layers take so many times as long; modelled ones as far as GEMMs and attention decide."""
+    machine = preset("h200-141g")
+    slow = machine.at_pace_of(64)
+    assert slow.slowest_rank_ratio == pytest.approx(1 + 0.02 * expected_maximum(64))
+    entry = CostTable.load(TABLES / "h200-141g.json").layers[0]
+    work = LayerWork(entry.shape, entry.tp, entry.samples[-1].load, "forward")
+    seconds, slow_s = (costs_for(of, "bf16", Path("h200-141g")).seconds(work) for of in (machine, slow))
+    assert slow_s == pytest.approx(seconds * slow.slowest_rank_ratio)
+    modelled_s, slow_modelled_s = (costs_for(of, "bf16", None).seconds(work) for of in (machine, slow))
+    assert modelled_s <= slow_modelled_s <= modelled_s * slow.slowest_rank_ratio

@@ -243,7 +243,8 @@ def test_one_rank_stands_for_all_in_the_simulation(dispatch: str, schedule: str)
     loads = layer_costs.step_loads(batch_split_of(graph))[0]
     timing = model_timing(graph, layer_costs, loads, problem.hardware)
     assert candidate.schedule.kind == schedule
-    of_all_ranks = simulate(build_program(graph, kind=candidate.schedule.kind), timing, graph.num_groups)
+    program = build_program(graph, kind=candidate.schedule.kind)
+    of_all_ranks = simulate(program, timing, graph.num_groups, timing.waits)
     assert len(of_all_ranks.bubbles) == 16
     first_batch_s = simulate_first_batch(graph, candidate.schedule, layer_costs, problem.hardware).step_time_s
     assert first_batch_s == pytest.approx(of_all_ranks.step_time_s, rel=1e-3)
@@ -498,7 +499,8 @@ def test_whole_weights_are_planned_by_name(dispatch: str, schedule: str) -> None
         model_timing(graph, layer_costs, loads, problem.hardware)
         for loads in layer_costs.step_loads(batch_split_of(graph))
     ]
-    steps = [simulate(build_program(graph, kind=schedule), timing, graph.num_groups).step_time_s for timing in timings]
+    program = build_program(graph, kind=schedule)
+    steps = [simulate(program, timing, graph.num_groups, timing.waits).step_time_s for timing in timings]
     assert whole.predicted.step_time_s == pytest.approx(np.mean(steps), rel=1e-6)
 
 

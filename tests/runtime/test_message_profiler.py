@@ -38,6 +38,8 @@ def test_two_nodes_of_two_ranks_are_measured_whole_and_by_place() -> None:
     whole, by_place = {(kind, 4, 2) for kind in COLLECTIVES}, {(kind, 2, 2) for kind in COLLECTIVES}
     assert table.by_message.keys() == {("p2p", 2, 2), *whole, *by_place}
     assert all(seconds > 0 for entry in table.messages for seconds in entry.seconds)
+    assert table.time_spread is not None
+    assert table.time_spread.ranks is not None
 
 
 def _in_groups(rank: int, size: int, folder: Path, port: int) -> list[MessageEntry]:

@@ -1,5 +1,6 @@
 """Layers of a small model are measured in separate processes, and the planner uses the table."""
 
+import statistics
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from pydantic import ValidationError
 
 from mmtrain.costs import AnalyticCosts, CostTable, MeasuredCosts, TokenLoad, preset
+from mmtrain.costs.cost_table import LayerSample, TimedPass
 from mmtrain.errors import PlanError, UserError
 from mmtrain.models.megatron import ParallelGroups
 from mmtrain.models.shapes.layer_shape import BLOCK_PIECES
@@ -18,9 +20,16 @@ from mmtrain.models.stage.stage_inputs import TextInput
 from mmtrain.planning.space.constraints import sizes_to_measure
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.profiling.cut_profiler import ProfiledUnit, _Passes, seconds_of_a_stop
-from mmtrain.runtime.profiling.layer_profiler import build_layer_profiler, median_without_outliers
+from mmtrain.runtime.profiling.layer_profiler import build_layer_profiler, median_without_outliers, relative_deviation
 from mmtrain.runtime.profiling.probes import make_probes
-from mmtrain.runtime.profiling.profile import ProfileRequest, _measure_cut, empty_cost_table, profile
+from mmtrain.runtime.profiling.profile import (
+    ProfileRequest,
+    _measure_cut,
+    _relative_rank_times,
+    _time_spread,
+    empty_cost_table,
+    profile,
+)
 from mmtrain.runtime.world import World
 from tests.distributed import fork_ranks
 from tests.planning import factory
@@ -64,6 +73,8 @@ def table() -> CostTable:
 def test_every_kind_of_layer_is_in_the_table(table: CostTable) -> None:
     assert table.core_speed is not None
     assert table.cut_s is not None
+    assert table.time_spread is not None
+    assert table.time_spread.ranks is not None
     kinds = [(entry.layer["kind"], entry.tp) for entry in table.layers]
     llm = ["embedding", "decoder_block", "head"]
     vision = ["patch_embed", "vit_block", "projector"]
@@ -260,3 +271,25 @@ def test_stops_are_not_measured_where_the_encoder_has_no_group_on_every_rank() -
 def test_outliers_do_not_change_the_typical_value() -> None:
     assert median_without_outliers([1.0, 1.1, 0.9, 1.0, 50.0, 60.0]) == 1.0
     assert median_without_outliers([2.0, 2.0, 2.0, 9.0]) == 2.0
+
+
+def test_ranks_differ_by_what_all_their_passes_say() -> None:
+    """Rank 1 takes a tenth longer than rank 0 on average, less in one layer and more in the other."""
+
+    def sample(forward: float, backward: float) -> LayerSample:
+        seconds: dict[TimedPass, float] = {"forward": forward, "backward": backward, "recompute": 0.0}
+        return LayerSample(tokens=8, sum_sq=64, max_len=8, num_sequences=1, seconds=seconds, activation_bytes=0)
+
+    small = _relative_rank_times([{"a": sample(1.0, 2.0)}, {"a": sample(1.05, 2.1)}])
+    large = _relative_rank_times([{"a": sample(2.0, 4.0)}, {"a": sample(2.3, 4.6)}])
+    assert small == pytest.approx([1 / 1.025, 1.05 / 1.025])
+    spread = _time_spread([small, large], [0.02, 0.04])
+    means = [statistics.fmean(of_rank) for of_rank in zip(small, large, strict=True)]
+    assert spread.ranks == pytest.approx(statistics.stdev(means) / statistics.fmean(means))
+    assert spread.layers == pytest.approx(0.03)
+    assert _time_spread([[1.0]], [0.02]).ranks is None
+
+
+def test_the_deviation_of_repeats_leaves_out_outliers() -> None:
+    assert relative_deviation([1.0, 1.1, 0.9, 9.0]) == pytest.approx(statistics.pstdev([1.0, 1.1, 0.9]))
+    assert relative_deviation([0.0, 0.0]) == 0.0

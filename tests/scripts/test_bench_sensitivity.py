@@ -20,7 +20,7 @@ from mmtrain.planning.space.budget import DEFAULT_BUDGET
 from mmtrain.planning.space.candidate import Candidate, SearchResults
 from mmtrain.recipe.settings.schema import Recipe
 from scripts.bench_sensitivity import compared_plans, rows, search, searched_anew, simulate_again
-from scripts.perturbed_costs import PERTURBATIONS, Perturbation
+from scripts.perturbed_costs import PERTURBATIONS, SPREAD_PERTURBATIONS, Perturbation
 from tests.planning.factory import problem_for, recipe, simulated
 
 SLOWER = Perturbation("link speeds", 0.5)
@@ -94,6 +94,19 @@ def test_a_full_plan_on_changed_hardware_gives_the_same_steps_and_choice(
         wins = steps[1] * AS_FAST_RATIO < steps[0]
         assert anew.candidates[0].layout == compared[wins].layout or abs(steps[1] / steps[0] - 1) < AS_FAST_RATIO - 1
         assert not wins or anew.candidates[0].layout == compared[1].layout
+
+
+def test_a_full_plan_with_another_spread_of_ranks_gives_the_same_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    stated = preset("h100-80g")
+    results, evaluator = _searched(CASES["h100-80g"], "h100-80g")
+    compared = compared_plans(results.candidates, evaluator)
+    steps = simulate_again(compared, evaluator, SPREAD_PERTURBATIONS)
+    for perturbation, *changed in zip(SPREAD_PERTURBATIONS, *steps, strict=True):
+        spread = stated.time_spread.scaled(perturbation.ratio)
+        monkeypatch.setitem(PRESETS, "h100-80g", replace(stated, time_spread=spread))
+        anew, _ = _searched(CASES["h100-80g"], "h100-80g")
+        assert changed == pytest.approx([_same(c, anew).step_time_s for c in compared], rel=1e-9)
+        assert (changed[0] > compared[0].step_time_s) == (perturbation.ratio > 1)
 
 
 @pytest.mark.parametrize("hardware", [pytest.param("h100-80g", marks=pytest.mark.slow), "cpu-core"])

@@ -18,6 +18,7 @@ from mmtrain.planning.artifact.plan import (
     Plan,
     Prediction,
     SharedSequences,
+    SpreadChoice,
     StageBalance,
     UnitPlan,
 )
@@ -40,8 +41,16 @@ SECONDS_PER_DAY = 86_400
 PipelineRanks = Mapping[tuple[Stage, ...], RankMemory]  # stages that some ranks hold together -> what one of them holds
 
 
-def finish_plan(chosen: Candidate, evaluator: Evaluator, alternatives: Sequence[Alternative] = ()) -> Plan:
-    """Return the saved artefact of a simulated candidate."""
+def finish_plan(
+    chosen: Candidate,
+    evaluator: Evaluator,
+    alternatives: Sequence[Alternative] = (),
+    other_choices: tuple[SpreadChoice, ...] = (),
+) -> Plan:
+    """Return the saved artefact of a simulated candidate.
+
+    alternatives: that lost. other_choices: that would win if ranks were less or more unevenly fast.
+    """
     problem = evaluator.problem
     return Plan(
         recipe_sha256=problem.recipe_sha256,
@@ -52,7 +61,7 @@ def finish_plan(chosen: Candidate, evaluator: Evaluator, alternatives: Sequence[
         units={name: _with_activations(unit, problem.shape.unit(name)) for name, unit in chosen.layout.units.items()},
         schedule=chosen.schedule,
         data=summarize_data(problem.batches.lengths, evaluator.layer_costs.graph_memory(chosen.graph).largest_load),
-        predicted=predict(chosen, evaluator),
+        predicted=predict(chosen, evaluator).model_copy(update={"other_choices": other_choices}),
         measured=_as_measured(chosen, evaluator),
         alternatives=tuple(alternatives),
     )

@@ -7,7 +7,7 @@ from functools import cache
 import numpy as np
 
 from mmtrain.balance import BalancedLoad, PipelineRank, SampleLengths, SequenceCost, StepTargets
-from mmtrain.costs import CostModel, TokenLoad, TokenSplit, costs_for, input_grad_needed, machine_for
+from mmtrain.costs import CostModel, TokenLoad, TokenSplit, costs_for, input_grad_needed, machine_with_spread
 from mmtrain.costs.cost_model import LayerWork
 from mmtrain.models.shapes.model_shape import LayerShape, ModelShape, build_model_shape
 from mmtrain.planning.artifact.plan import Plan
@@ -112,7 +112,8 @@ def derive_step_targets(recipe: Recipe, plan: Plan, lengths: SampleLengths) -> S
     dispatched by their cost in their encoder if the plan says `all`, and stay with their samples otherwise; with `none`
     samples stay where the stream puts them, too. Without `parallel.node_wise` the targets name no nodes.
     """
-    shape, machine = planned_shape(plan, build_model_shape(recipe)), machine_for(recipe, plan.hardware)
+    shape, machine = planned_shape(plan, build_model_shape(recipe)), machine_with_spread(recipe, plan.hardware)
+    machine = machine.at_pace_of(plan.world_size)  # as the planner has it
     graph = stage_graph(plan, shape)
     cost_model = costs_for(machine, plan.precision, recipe.cluster.costs)
     typical = typical_loads(graph, lengths, recipe.data.group_tokens)

@@ -201,6 +201,14 @@ class StageBalance(_Frozen):
     shared: SharedSequences | None = None  # where ranks share sequences
 
 
+class SpreadChoice(_Frozen):
+    """A plan that would be chosen in the place of this one, were ranks less or more unevenly fast than stated."""
+
+    spread: Literal["no", "twice the"]  # times `cluster.time_spread`
+    summary: str
+    faster: float  # share of the step
+
+
 class Prediction(_Frozen):
     """What the simulator predicts for this plan, mean over sampled batches of the recipe's data."""
 
@@ -215,6 +223,7 @@ class Prediction(_Frozen):
     cost_source: str
     memory_gib: float  # that a rank has
     balance: StageBalance | None = None  # None in plans that no search has made
+    other_choices: tuple[SpreadChoice, ...] = ()  # by another spread of the ranks' times
     # Of the same LLM on the same ranks, with as many tokens of text alone; None where that was not planned.
     text_only_tokens_per_s_per_gpu: float | None = None
 

@@ -185,12 +185,12 @@ class _CandidateProgram:
         The program is not verified: `planner.plan` does that for the chosen one.
         """
         try:
-            return [simulate(self.program, timing, self.num_groups) for timing in timings]
+            return [simulate(self.program, timing, self.num_groups, timing.model.waits) for timing in timings]
         except ProgramError:  # ranks wait for each other's reductions of shared weights
             if self.schedule.kind != "explicit":
                 raise
             program = lower(self.compute, reduce_last=True)
-            return [simulate(program, timing, self.num_groups) for timing in timings]
+            return [simulate(program, timing, self.num_groups, timing.model.waits) for timing in timings]
 
 
 def _batch_timings(
@@ -247,6 +247,8 @@ def model_timing(graph: StageGraph, layer_costs: LayerCosts, loads: StepLoads, m
         machine.ranks_per_node,
         machine.overlap_slowdown,
         machine.rail_hop_s,
+        machine.time_spread,
+        machine.slowest_rank_ratio,
     )
 
 

@@ -1,7 +1,7 @@
 """The simulated step of a saved plan on a given batch: what a run would measure if the costs are right."""
 
 from mmtrain.balance import BatchMeta
-from mmtrain.costs import costs_for, input_grad_needed, machine_for, num_trained_parameters
+from mmtrain.costs import costs_for, input_grad_needed, machine_with_spread, num_trained_parameters
 from mmtrain.costs.hardware import ELEMENT_BYTES
 from mmtrain.models.shapes.model_shape import build_model_shape
 from mmtrain.planning.artifact.plan import Plan
@@ -14,12 +14,12 @@ def simulate_plan(recipe: Recipe, plan: Plan, batch: BatchMeta) -> Timeline:
     """Simulate one step of the plan, with all replica groups, on a batch that is laid out for it."""
     timing = plan_timing(recipe, plan, batch)
     program = build_program(timing.graph, kind=plan.schedule.kind, order=plan.schedule.order)
-    return simulate(program, timing, timing.graph.num_groups)
+    return simulate(program, timing, timing.graph.num_groups, timing.waits)
 
 
 def plan_timing(recipe: Recipe, plan: Plan, batch: BatchMeta) -> ModelTiming:
     """Return what every action of the plan takes in a step with this batch."""
-    machine = machine_for(recipe, plan.hardware)
+    machine = machine_with_spread(recipe, plan.hardware).at_pace_of(plan.world_size)
     model = planned_shape(plan, build_model_shape(recipe))
     graph = stage_graph(plan, model)
     return ModelTiming(
@@ -33,4 +33,6 @@ def plan_timing(recipe: Recipe, plan: Plan, batch: BatchMeta) -> ModelTiming:
         machine.ranks_per_node,
         machine.overlap_slowdown,
         machine.rail_hop_s,
+        machine.time_spread,
+        machine.slowest_rank_ratio,
     )

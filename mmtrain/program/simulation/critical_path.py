@@ -17,8 +17,8 @@ def critical_path(
     The action that ends last has waited for something that ended when it started, and so on back to the start of the
     step. Where several such chains exist, the one returned stays on its rank as long as it can. A message without rows
     is in no chain: the chain goes through it to what its ends waited for. A part is shown together with the collective
-    that it left under way if that collective was waited for. A task of several ranks is shown on one of those that
-    kept the others waiting.
+    that it left under way if that collective was waited for, and a collective together with its wait for stragglers. A
+    task of several ranks is shown on one of those that kept the others waiting.
     """
     return tuple(_Walk(graph, times, task_costs, message_costs).backwards())[::-1]
 
@@ -66,8 +66,10 @@ class _Walk:
             if node < graph.start:
                 task = graph.tasks[node]
                 assert task is not None
-                start, (seconds, nbytes, _) = times.started[node], self.task_costs[node]
-                cause = self._before_task(node)
+                started, nbytes = times.started[node], self.task_costs[node].nbytes
+                start = times.reached.get(node, started)
+                seconds = started - start + self.task_costs[node].seconds
+                cause = self._before_task(node, start)
                 yield Span(graph.ranks[cause.sim_rank][0], start, seconds + under_way_s, task.action, nbytes)
                 node, under_way_s = cause.node, cause.under_way_s
             else:
@@ -77,9 +79,12 @@ class _Walk:
                     yield Span(sent.senders[0], times.departed[message], seconds, sent.send, nbytes)
                 node = self._before_message(message)
 
-    def _before_task(self, task: int) -> _Cause:
-        """Return what ended when the task started: the rank's own order first, then what it waits for, then streams."""
-        participations, start = self.graph.participations, self.times.started[task]
+    def _before_task(self, task: int, start: float) -> _Cause:
+        """Return what ended when the task's ranks came to it at `start`, or when its stream was free.
+
+        The rank's own order comes first, then what it waits for, then streams.
+        """
+        participations = self.graph.participations
         numbers = self.graph.participations_of[task]
         for number in numbers:
             before = self._task_of(number - 1)

@@ -5,9 +5,10 @@ and which may still wait for their streams. A task is given its start as soon as
 for has a time, so a forward or backward is one event however many ranks run it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from typing import NamedTuple
 
 from mmtrain.program.simulation.sim_graph import SimGraph
 
@@ -24,18 +25,36 @@ class EventTimes:
     arrived: list[float]
     stream_order: list[list[int]]  # by stream (see `SimGraph`): nodes that occupied it
     under_way: Mapping[int, float]  # by task: seconds of the collective that it left under way
+    reached: dict[int, float]  # by collective that waited for stragglers: when the ranks simulated had reached it
+    met: list[float]  # when all replica groups went on together, the start of the step first
 
 
-def run_events(
-    graph: SimGraph, seconds: Sequence[float], transit: Sequence[float | None], under_way: Mapping[int, float]
-) -> EventTimes:
-    """Run all sim ranks from the start of the step until none can go on.
+@dataclass(frozen=True)
+class Meetings:
+    """Collectives for which all replica groups must come, and how late the slowest of them is."""
 
-    Args:
-        seconds: of each task.
-        transit: seconds of each message; None where there is nothing to send.
-        under_way: for how long each task of `graph.resumed_by` keeps the task that resumes it waiting after its end.
+    tasks: Collection[int] = ()
+    lateness: float = 0.0  # over the time since the groups last went on together
+
+
+class Durations(NamedTuple):
+    """What everything in a step takes.
+
+    seconds: of each task.
+    transit: seconds of each message; None where there is nothing to send.
+    under_way: for how long each task of `SimGraph.resumed_by` keeps the task that resumes it waiting after its end.
+    meetings: collectives that wait for slower replica groups than the simulated ones.
     """
+
+    seconds: Sequence[float]
+    transit: Sequence[float | None]
+    under_way: Mapping[int, float]
+    meetings: Meetings = Meetings()
+
+
+def run_events(graph: SimGraph, durations: Durations) -> EventTimes:
+    """Run all sim ranks from the start of the step until none can go on."""
+    seconds, transit, under_way, _ = durations
     participations, participations_of, is_compute = graph.participations, graph.participations_of, graph.is_compute
     sender, reader, resumed_by, awaited_by = graph.sender, graph.reader, graph.resumed_by, graph.awaited_by
     num_missing, first_message_node = list(graph.num_dependencies), graph.first_message_node
@@ -48,7 +67,7 @@ def run_events(
     while events:
         now, _, task, is_assembled = heappop(events)
         if is_assembled:
-            _run_collective(graph, task, now, seconds[task], stream_free, times)
+            _run_collective(graph, task, now, durations, stream_free, times)
             num_events += 1
             heappush(events, (ended[task], num_events, task, False))
             continue
@@ -98,17 +117,37 @@ def _before_start(graph: SimGraph, under_way: Mapping[int, float]) -> EventTimes
         arrived=[NEVER] * num_messages,
         stream_order=[[] for _ in range(2 * len(graph.ranks))],
         under_way=under_way,
+        reached={},
+        met=[0.0],
     )
 
 
 def _run_collective(
-    graph: SimGraph, task: int, now: float, seconds: float, stream_free: list[float], times: EventTimes
+    graph: SimGraph, task: int, now: float, durations: Durations, stream_free: list[float], times: EventTimes
 ) -> None:
-    """Start a collective when all the streams that it occupies are free."""
+    """Start a collective when all the streams that it occupies are free, and the slowest replica group has come."""
     streams = graph.streams_of[task]
     start = max([now, *[stream_free[stream] for stream in streams]])
-    end = start + seconds
+    is_meeting = task in durations.meetings.tasks
+    if is_meeting:
+        reached = _own_work_done(graph, task, now, times)
+        late = reached + durations.meetings.lateness * (reached - times.met[-1])
+        if late > start:
+            start = late
+            times.reached[task] = reached
+    end = start + durations.seconds[task]
     times.started[task], times.ended[task] = start, end
     for stream in streams:
         stream_free[stream] = end
         times.stream_order[stream].append(task)
+    if is_meeting and graph.participations_of[task]:  # others do not hold the ranks
+        times.met.append(end)
+
+
+def _own_work_done(graph: SimGraph, task: int, now: float, times: EventTimes) -> float:
+    """Return when the simulated ranks had done what comes before a collective in their own order.
+
+    Reductions that they wait for besides have waited for slower replica groups already.
+    """
+    before = [graph.participations[number - 1].task for number in graph.participations_of[task]]
+    return max([times.ended[other] for other in before if other is not None], default=now)

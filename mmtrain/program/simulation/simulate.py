@@ -11,6 +11,9 @@ The receiver's stream stays free. Reductions and gathers occupy the data-paralle
 same way, and start when all of these have reached them: NCCL gives every group a stream, and messages do not queue
 behind gradients. Collectives inside compute occupy no stream either: one that a part leaves under way ends after its
 own time, whatever the rank does meanwhile.
+
+Ranks are simulated at the expected pace of those that they meet at every microbatch (`straggler_waits`), and
+collectives of all replica groups start when the slowest group is expected to come.
 """
 
 from collections.abc import Hashable, Sequence
@@ -20,14 +23,15 @@ from itertools import chain
 from typing import NamedTuple, TypeVar
 
 from mmtrain.errors import ProgramError
-from mmtrain.program.ir.actions import Collective, Compute, Partial, Send
+from mmtrain.program.ir.actions import Collective, Compute, Dispatch, Partial, ReduceGrads, Send, Step
 from mmtrain.program.ir.graph import Microbatch, StageId
 from mmtrain.program.ir.program import Program
 from mmtrain.program.ir.serialize import action_to_text
 from mmtrain.program.simulation.critical_path import critical_path
-from mmtrain.program.simulation.event_loop import NEVER, EventTimes, run_events
+from mmtrain.program.simulation.event_loop import NEVER, Durations, EventTimes, Meetings, run_events
 from mmtrain.program.simulation.sim_graph import SimGraph, SimTask
 from mmtrain.program.simulation.sim_graph_builder import build_sim_graph
+from mmtrain.program.simulation.straggler_waits import StragglerWaits
 from mmtrain.program.simulation.timing import NO_TRANSFER, ModelTiming, Timing, TransferCost
 from mmtrain.program.trace.bubble_accounting import BubbleAccount, Interval
 from mmtrain.program.trace.timeline import BubbleKind, LazySpans, Span, Timeline
@@ -45,7 +49,7 @@ class _Run(NamedTuple):
     times: EventTimes
 
 
-def simulate(program: Program, timing: Timing, num_groups: int = 1) -> Timeline:
+def simulate(program: Program, timing: Timing, num_groups: int = 1, waits: StragglerWaits | None = None) -> Timeline:
     """Predict one step of the first `num_groups` replica groups.
 
     One group stands for all when their loads are alike: it then waits for its own members of data-parallel
@@ -53,10 +57,12 @@ def simulate(program: Program, timing: Timing, num_groups: int = 1) -> Timeline:
 
     Equivalent ranks are simulated once (see `equivalent_ranks`). `BubbleAccount` says what each kind of bubble means.
 
+    waits: for slower ranks; None: all ranks are equally fast.
+
     Raises:
         ProgramError: the program gets stuck; `check_program` says why.
     """
-    graph, task_costs, message_costs, times = _run(program, timing, num_groups)
+    graph, task_costs, message_costs, times = _run(program, timing, num_groups, waits)
     step_time = max(times.ended)
     bubbles = [_bubbles(graph, sim_rank, times, step_time) for sim_rank in range(len(graph.ranks))]
     memory = [peak_of_events(events, timing.activation_bytes)[0] for events in graph.activation_events]
@@ -71,7 +77,7 @@ def simulate(program: Program, timing: Timing, num_groups: int = 1) -> Timeline:
     )
 
 
-def _run(program: Program, timing: Timing, num_groups: int) -> "_Run":
+def _run(program: Program, timing: Timing, num_groups: int, waits: StragglerWaits | None) -> "_Run":
     """Price what a step consists of, and let it happen."""
     graph = build_sim_graph(program, num_groups, timing.link_class)
     task_costs = [_task_cost(timing, task) if task else NO_TRANSFER for task in graph.tasks]
@@ -79,9 +85,13 @@ def _run(program: Program, timing: Timing, num_groups: int) -> "_Run":
     if any(cost.posting_s for cost in message_costs):
         task_costs = _with_posting(graph, task_costs, message_costs)
     under_way = {task: _left_under_way(timing, graph.tasks[task]) for task in graph.resumed_by}
+    meetings = Meetings()
+    if waits is not None and waits.has_any:
+        task_costs = _with_waits(graph, task_costs, waits)
+        meetings = _meetings(graph, waits)
     seconds = [cost.seconds for cost in task_costs]
     transit = [cost.seconds if cost.nbytes else None for cost in message_costs]
-    times = run_events(graph, seconds, transit, under_way)
+    times = run_events(graph, Durations(seconds, transit, under_way, meetings))
     _raise_if_stuck(graph, times)
     return _Run(graph, task_costs, message_costs, times)
 
@@ -106,6 +116,28 @@ def _with_posting(
         cost._replace(seconds=cost.seconds + posting[task]) if is_compute else cost
         for task, (cost, is_compute) in enumerate(zip(task_costs, graph.is_compute, strict=True))
     ]
+
+
+def _with_waits(graph: SimGraph, task_costs: Sequence[TransferCost], waits: StragglerWaits) -> list[TransferCost]:
+    """Lengthen each compute task by what its ranks wait for slower ones of their replica group."""
+    return [
+        cost._replace(seconds=cost.seconds * waits.passes[task.action.mb.unit])
+        if task is not None and isinstance(task.action, Compute)
+        else cost
+        for task, cost in zip(graph.tasks, task_costs, strict=True)
+    ]
+
+
+def _meetings(graph: SimGraph, waits: StragglerWaits) -> Meetings:
+    """Return the collectives at which replica groups wait for the slowest of them."""
+    if waits.groups <= 1:
+        return Meetings()
+    tasks = frozenset(
+        number
+        for number, task in enumerate(graph.tasks)
+        if task is not None and isinstance(task.action, ReduceGrads | Dispatch | Step)
+    )
+    return Meetings(tasks, waits.groups - 1)
 
 
 def _left_under_way(timing: Timing, task: SimTask | None) -> float:

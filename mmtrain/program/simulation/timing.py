@@ -12,6 +12,7 @@ from mmtrain.costs.collectives import GroupLayout
 from mmtrain.costs.context_parallel_costs import ContextGroup, context_seconds
 from mmtrain.costs.cost_model import ComputeKind, CostModel, LayerWork, PieceCost, TokenLoad, TokenSplit
 from mmtrain.costs.sharded_layers import BYTES_PER_GRADIENT, ShardedLayers, overlapped_seconds
+from mmtrain.costs.time_spread import NO_SPREAD, TimeSpread
 from mmtrain.models.shapes.model_shape import LayerShape, ModelShape
 from mmtrain.program.ir.actions import (
     Collective,
@@ -30,6 +31,7 @@ from mmtrain.program.ir.data_dependencies import gradient_buckets
 from mmtrain.program.ir.graph import LLM, Edge, Microbatch, StageGraph, StageId
 from mmtrain.program.ir.segments import direction, finished_pass
 from mmtrain.program.ir.step_loads import IntArray, Route, StepLoads
+from mmtrain.program.simulation.straggler_waits import StragglerWaits, straggler_waits
 
 NORM_BYTES = 4  # `Step` all-reduces one fp32 number
 
@@ -122,6 +124,15 @@ class ModelTiming:
     ranks_per_node: int
     overlap_slowdown: float = 0.0  # share of a hidden collective's time that compute beside it loses
     rail_hop_s: float = 0.0  # see `Hardware.rail_hop_s`
+    time_spread: TimeSpread = NO_SPREAD  # of the ranks
+    slowest_rank_ratio: float = 1.0  # that `costs` hold, see `Hardware`
+
+    @cached_property
+    def waits(self) -> StragglerWaits:
+        """What the ranks of the step wait for slower ones."""
+        return straggler_waits(
+            self.graph, self.time_spread, self.slowest_rank_ratio, costs_hold_tp_waits=self.costs.holds_tp_waits
+        )
 
     def compute(self, action: Compute) -> float:
         """Return the seconds of a forward or backward, or of some of its segments."""

@@ -181,6 +181,29 @@ class ParallelSettings(Section):
         return [name for name, field in cls.model_fields.items() if field.annotation in (UnitParallel, LlmParallel)]
 
 
+class TimeSpreadSettings(Section):
+    """How much ranks of one kind differ in the time of the same work, for which others wait."""
+
+    ranks: float | None = setting(
+        None,
+        ge=0,
+        le=1,
+        affects={"plan"},
+        added_later=True,
+        description="Standard deviation of the ranks' compute times for the same work over their mean, as far as it "
+        "stays from step to step. Default: that of `cluster.costs`, or the preset's (0.02 for GPUs, 0 for `cpu-core`).",
+    )
+    layers: float | None = setting(
+        None,
+        ge=0,
+        le=1,
+        affects={"plan"},
+        added_later=True,
+        description="Standard deviation of repeated passes of one layer on one rank over their mean. Default: that of "
+        "`cluster.costs`, or the preset's (0.01 for GPUs, 0 for `cpu-core`).",
+    )
+
+
 class ClusterSettings(Section):
     """The hardware to plan for."""
 
@@ -248,6 +271,9 @@ class ClusterSettings(Section):
         added_later=True,
         description="Whether the k-th ports of all nodes share switches, so that messages between ranks of different "
         "places on their nodes take one more step inside a node. Default: the preset's.",
+    )
+    time_spread: TimeSpreadSettings = Field(
+        TimeSpreadSettings(), description="How much ranks of one kind differ in speed, for which others wait."
     )
     memory_gib: float | None = setting(
         None, gt=0, affects={"plan"}, description="Memory of a rank in GiB. Default: the preset's."

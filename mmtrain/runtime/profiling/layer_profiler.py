@@ -12,7 +12,7 @@ import itertools
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -80,6 +80,7 @@ class LayerProfiler:
     optimizer: ZeroAdamW
     world: World
     dtype: torch.dtype
+    deviations: list[float] = field(default_factory=list)  # of the repeats of each pass sampled, over their mean
 
     @property
     def keys(self) -> list[str]:
@@ -110,6 +111,8 @@ class LayerProfiler:
             for key, (forward, backward) in self._repeat(mode, fresh, num_in_flight, repeats).items():
                 if mode.forward:
                     seconds[key][mode.forward] = median_without_outliers(forward)
+                if mode is _PLAIN_MODE:
+                    self.deviations.extend(map(relative_deviation, (forward, backward)))
                 is_first = key == self.keys[0]  # it has no input that needs a gradient
                 if mode.backward and (mode.weight_grad or not is_first):
                     seconds[key][mode.backward] = median_without_outliers(backward)
@@ -259,11 +262,22 @@ def build_layer_profiler(
 
 def median_without_outliers(seconds: Sequence[float]) -> float:
     """Return the median of repeats without outliers."""
+    return statistics.median(_without_outliers(seconds))
+
+
+def relative_deviation(seconds: Sequence[float]) -> float:
+    """Return the standard deviation of repeats over their mean, without outliers; 0 if they took no time."""
+    usual = _without_outliers(seconds)
+    mean = statistics.fmean(usual)
+    return statistics.pstdev(usual) / mean if mean > 0 else 0.0
+
+
+def _without_outliers(seconds: Sequence[float]) -> Sequence[float]:
     median = statistics.median(seconds)
     deviation = statistics.median([abs(s - median) for s in seconds])
     if deviation == 0:
-        return median
-    return statistics.median([s for s in seconds if abs(s - median) <= MAX_MEDIAN_DEVIATIONS * deviation])
+        return [median]
+    return [s for s in seconds if abs(s - median) <= MAX_MEDIAN_DEVIATIONS * deviation]
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import cast
@@ -26,13 +27,14 @@ from mmtrain.costs.cost_table import (
     CostTable,
     LayerEntry,
     LayerSample,
+    MeasuredSpread,
     MessageEntry,
     OptimizerEntry,
     TimedPass,
     layer_fields,
     layer_key,
 )
-from mmtrain.costs.find_hardware import CORE_PREFIX, is_other_hardware
+from mmtrain.costs.find_hardware import CORE_PREFIX, MEASURED_GEMM_SIDE, is_other_hardware
 from mmtrain.costs.measured_costs import interpolation_errors
 from mmtrain.errors import PlanError
 from mmtrain.models.megatron import ParallelGroups
@@ -47,9 +49,15 @@ from mmtrain.models.shapes.model_shape import (
 from mmtrain.program import LLM
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.execution.precision import compute_dtype
+from mmtrain.runtime.execution.recorder import clock_for
 from mmtrain.runtime.gloo_threads import calm_gloo_threads
 from mmtrain.runtime.profiling.cut_profiler import ProfiledUnit, seconds_of_a_stop
-from mmtrain.runtime.profiling.layer_profiler import LayerProfiler, build_layer_profiler
+from mmtrain.runtime.profiling.layer_profiler import (
+    LayerProfiler,
+    build_layer_profiler,
+    median_without_outliers,
+    relative_deviation,
+)
 from mmtrain.runtime.profiling.message_profiler import measure_node_groups, measure_node_links
 from mmtrain.runtime.profiling.probes import Probe, make_probes
 from mmtrain.runtime.resilience.failures import lost_peers_named
@@ -58,6 +66,8 @@ from mmtrain.runtime.world import Address, World, join, leave
 
 MEASURED_CHUNKS = 4  # of tokens, in which blocks are measured a second time; other numbers differ as modelled
 CUT_ROUNDS = 24  # a stop costs a small part of what a round takes
+NUM_TIMED_GEMMS = 100  # 0.2 s on an H100, 0.3 s on a core
+_PACED: tuple[TimedPass, ...] = ("forward", "backward")
 SECONDS_OF_EACH = 0.5  # of repeating the GEMM, and of repeating the copy
 
 
@@ -96,6 +106,7 @@ class _Measurements(BaseModel):
     errors: dict[str, list[float]] = {}
     core_speed: CoreSpeed | None = None
     cut_s: float | None = None
+    time_spread: MeasuredSpread | None = None
 
 
 def profile(request: ProfileRequest) -> Profile:
@@ -121,16 +132,15 @@ def profile(request: ProfileRequest) -> Profile:
             "messages": (*result.messages,),
             "optimizer": (*result.optimizer,),
         }
-        table = table.merged(
-            table.model_copy(update=entries | {"core_speed": result.core_speed, "cut_s": result.cut_s})
-        )
+        newest = {name: getattr(result, name) for name in ("core_speed", "cut_s", "time_spread")}
+        table = table.merged(table.model_copy(update=entries | newest))
     errors = {name: tuple(errors) for result in results for name, errors in result.errors.items()}
     measured = Profile(table, errors)
     return replace(measured, table=table.model_copy(update={"held_out_error": measured.median_error}))
 
 
 def profile_node_links(request: ProfileRequest, address: Address) -> CostTable | None:
-    """Measure messages and collectives across nodes, as one rank that a launcher started.
+    """Measure messages, collectives and how much ranks differ across nodes, as one rank that a launcher started.
 
     Returns the table on rank 0, None on others. Raises LaunchError, see `measure_node_links`, and RunError where
     another rank is lost.
@@ -138,8 +148,10 @@ def profile_node_links(request: ProfileRequest, address: Address) -> CostTable |
     with lost_peers_named(address):
         world = join(address)
         entries = measure_node_links(world, ranks_per_node(request, address))
+        spread = _measure_rank_spread(world)
         leave()
-    return empty_cost_table(request).model_copy(update={"messages": tuple(entries)}) if world.is_first else None
+    measured = {"messages": tuple(entries), "time_spread": spread}
+    return empty_cost_table(request).model_copy(update=measured) if world.is_first else None
 
 
 def ranks_per_node(request: ProfileRequest, address: Address) -> int:
@@ -195,6 +207,8 @@ def _measure_layers(request: ProfileRequest, tp: int, world: World) -> _Measurem
     # Activation functions run once and activations stay on the device, as in all tables: the rest is modelled.
     model = with_offload(with_recomputed_activations(build_model_shape(request.recipe), ()), {})
     result = _Measurements()
+    relative_times: list[list[float]] = []
+    deviations: list[float] = []
     dtype = compute_dtype(precision_for(request.recipe, preset(request.hardware)), world.device)
     units = [unit for unit in model.units if tp in request.tp.get(unit.name, ())]
     unit_probes = [(unit, *make_probes(request.recipe, unit, request.lengths)) for unit in units]
@@ -212,7 +226,9 @@ def _measure_layers(request: ProfileRequest, tp: int, world: World) -> _Measurem
             def measure(probe: Probe, all_modes: bool, profiler: LayerProfiler = profiler) -> dict[str, LayerSample]:
                 samples = profiler.sample(probe, request.recipe, request.repeats, all_modes)
                 progress.advance(task)
-                return _mean_over_ranks(world, samples)
+                all_samples = cast(list[dict[str, LayerSample]], world.all_gather(samples))
+                relative_times.append(_relative_rank_times(all_samples))
+                return _mean_over_ranks(all_samples)
 
             fitted_samples = [measure(probe, True) for probe in fitted]
             if _measures_chunks(request.recipe, unit, tp):
@@ -226,8 +242,12 @@ def _measure_layers(request: ProfileRequest, tp: int, world: World) -> _Measurem
             errors = result.errors.setdefault(f"{unit.name} tp{tp}", [])
             for key, entry in entries.items():
                 errors += interpolation_errors(entry, [samples[key] for samples in held_out_samples])
+            deviations += profiler.deviations
             parameters, seconds = profiler.optimizer_seconds(request.repeats)
             result.optimizer.append(OptimizerEntry(parameters=parameters, seconds=seconds))
+    if tp == 1:  # ranks of a TP group wait for each other, so none of them is slower
+        deviations_of_ranks = cast(list[float], world.all_gather(statistics.median(deviations)))
+        result.time_spread = _time_spread(relative_times, deviations_of_ranks)
     result.cut_s = _measure_cut(request, model, tp, world, dtype)
     if world.device.type == "cpu":
         result.core_speed = measure_core_speed()  # on all cores at once, as the layers
@@ -274,9 +294,9 @@ def _tp_groups(world: World, tp: int) -> ParallelGroups:
     return ParallelGroups(tp=group, dp=alone, pp=alone)
 
 
-def _mean_over_ranks(world: World, samples: dict[str, LayerSample]) -> dict[str, LayerSample]:
+def _mean_over_ranks(all_samples: list[dict[str, LayerSample]]) -> dict[str, LayerSample]:
     """Return the samples with the mean of all ranks' seconds: no single rank is representative."""
-    all_samples = cast(list[dict[str, LayerSample]], world.all_gather(samples))
+    samples = all_samples[0]
 
     def mean_s(key: str, timed: TimedPass) -> float:
         return statistics.fmean(of_rank[key].seconds[timed] for of_rank in all_samples)
@@ -285,6 +305,28 @@ def _mean_over_ranks(world: World, samples: dict[str, LayerSample]) -> dict[str,
         key: sample.model_copy(update={"seconds": {timed: mean_s(key, timed) for timed in sample.seconds}})
         for key, sample in samples.items()
     }
+
+
+def _relative_rank_times(all_samples: list[dict[str, LayerSample]]) -> list[float]:
+    """Return by rank how many times as long as the mean of all ranks its forwards and backwards took."""
+    seconds = [[sample.seconds[timed] for sample in samples.values() for timed in _PACED] for samples in all_samples]
+    means = [statistics.fmean(of_pass) for of_pass in zip(*seconds, strict=True)]
+    return [
+        statistics.fmean(rank_s / mean_s for rank_s, mean_s in zip(of_rank, means, strict=True) if mean_s > 0)
+        for of_rank in seconds
+    ]
+
+
+def _time_spread(relative_times: list[list[float]], deviations: list[float]) -> MeasuredSpread:
+    """Return how much ranks differ in all that they measured, and how much the passes of a layer differ on one rank.
+
+    relative_times: (samples, ranks). deviations: of passes, by rank.
+    """
+    by_rank = [statistics.fmean(of_rank) for of_rank in zip(*relative_times, strict=True)]
+    ranks = statistics.stdev(by_rank) / statistics.fmean(by_rank) if len(by_rank) > 1 else None
+    return MeasuredSpread(
+        ranks=None if ranks is None else min(1.0, ranks), layers=min(1.0, statistics.fmean(deviations))
+    )
 
 
 def _layer_entries(unit: UnitShape, tp: int, samples: list[dict[str, LayerSample]]) -> dict[str, LayerEntry]:
@@ -317,6 +359,25 @@ def device_name(device: torch.device) -> str:
     lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return f"{CORE_PREFIX}{models[0] if models else platform.processor() or platform.machine()}"
+
+
+def _measure_rank_spread(world: World) -> MeasuredSpread:
+    """Time one GEMM again and again, on all ranks at once; return how much ranks and repetitions differ."""
+    is_gpu = world.device.type == "cuda"
+    side, dtype = (MEASURED_GEMM_SIDE, torch.bfloat16) if is_gpu else (GEMM_SIDE, torch.float32)
+    a, b = (torch.randn(side, side, dtype=dtype, device=world.device) for _ in range(2))
+    clock = clock_for(world.device)
+    a @ b  # loads the kernel
+    world.barrier()
+    clock.start()
+    marks = [clock.mark()]
+    for _ in range(NUM_TIMED_GEMMS):
+        a @ b
+        marks.append(clock.mark())
+    seconds = [end_s - start_s for start_s, end_s in pairwise(clock.seconds(marks))]
+    of_rank = median_without_outliers(seconds), relative_deviation(seconds)
+    medians, deviations = zip(*cast(list[tuple[float, float]], world.all_gather(of_rank)), strict=True)
+    return _time_spread([list(medians)], list(deviations))
 
 
 def _load_size(samples: dict[str, LayerSample]) -> tuple[int, int]:
