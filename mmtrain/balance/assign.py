@@ -47,7 +47,7 @@ def assign(
     groups_of_samples = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
     samples = np.concatenate(groups).astype(np.int64)  # groups of an evaluation may be empty
     work = SampleWork(lengths, samples)
-    loads = work.loads(targets) if targets.loads else lengths.tokens[samples, None]
+    loads = work.loads(targets) if targets.loads else lengths.tokens[samples][:, None]
     group_loads = np.zeros((len(groups), loads.shape[1]), dtype=np.int64)
     np.add.at(group_loads, groups_of_samples, loads)
     size = _weighted_shares(group_loads, targets) if targets.loads else group_loads[:, 0].astype(np.float64)

@@ -7,12 +7,11 @@ and the planner computes it for a cluster that does not exist.
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from mmtrain.balance.check_lengths import check_lengths
-
-IntArray = npt.NDArray[np.int64]
-FloatArray = npt.NDArray[np.float64]
+from mmtrain.balance.columns import FloatArray as FloatArray
+from mmtrain.balance.columns import IntArray as IntArray
+from mmtrain.balance.columns import LengthColumn, Lengths, SampleValues, block_slices
 
 
 @dataclass(frozen=True)
@@ -23,15 +22,21 @@ class ItemLengths:
     lengths that are not whole numbers from 0 to 2^40.
     """
 
-    first: IntArray  # (S + 1,)
-    rows: IntArray  # (I,) patch rows of the grid
-    cols: IntArray  # (I,) patch columns of the grid
-    tokens: IntArray  # (I,) tokens the encoder's blocks see (rows * cols plus a class token; half a clip's frames)
-    features: IntArray  # (I,) LLM tokens the item becomes after downsampling
+    first: Lengths  # (S + 1,)
+    rows: Lengths  # (I,) patch rows of the grid
+    cols: Lengths  # (I,) patch columns of the grid
+    tokens: Lengths  # (I,) tokens the encoder's blocks see (rows * cols plus a class token; half a clip's frames)
+    features: Lengths  # (I,) LLM tokens the item becomes after downsampling
 
     def __post_init__(self) -> None:
         for name in ("first", "rows", "cols", "tokens", "features"):
-            check_lengths(f"{name} of items", getattr(self, name))
+            _check_array(f"{name} of items", getattr(self, name))
+
+
+def _check_array(name: str, lengths: Lengths) -> None:
+    """Check lengths in memory; those of a column were checked when it was made."""
+    if not isinstance(lengths, LengthColumn):
+        check_lengths(name, lengths)
 
 
 def item_rows(items: ItemLengths, samples: IntArray) -> tuple[IntArray, IntArray]:
@@ -52,17 +57,58 @@ class SampleLengths:
     Raises ValueError for lengths that are not whole numbers from 0 to 2^40.
     """
 
-    tokens: IntArray  # (S,) LLM tokens, image tokens included
-    targets: IntArray  # (S,) tokens that count in the loss
+    tokens: Lengths  # (S,) LLM tokens, image tokens included
+    targets: Lengths  # (S,) tokens that count in the loss
     items: dict[str, ItemLengths]  # encoder unit -> its items
-    uses: FloatArray | None = None  # (S,) how often training uses each sample, in proportion; None: all alike
+    uses: SampleValues | None = None  # (S,) how often training uses each sample, in proportion; None: all alike
 
     def __post_init__(self) -> None:
-        check_lengths("tokens of samples", self.tokens)
-        check_lengths("targets of samples", self.targets)
+        _check_array("tokens of samples", self.tokens)
+        _check_array("targets of samples", self.targets)
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+
+class SampleTokens:
+    """The tokens of samples under each unit, the LLM's first, summed over a sample's items when they are asked for."""
+
+    def __init__(self, lengths: SampleLengths, most: IntArray | None = None, counts_items: bool = False) -> None:
+        """Sum `lengths`; a sample has at most `most` (m,). counts_items: count items instead of their tokens."""
+        self._lengths = lengths
+        self._most = most
+        self._counts_items = counts_items
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Return the number of samples, and of units."""
+        return len(self._lengths), 1 + len(self._lengths.items)
+
+    def __getitem__(self, samples: IntArray) -> IntArray:
+        """Return (k, units) of `samples` (k,)."""
+        columns = [self._lengths.tokens[samples]]
+        for _, items in sorted(self._lengths.items.items()):
+            counts = items.first[samples + 1] - items.first[samples]
+            if not self._counts_items:
+                ends = np.cumsum(counts)
+                tokens_before = np.concatenate([[0], np.cumsum(items.tokens[item_rows(items, samples)[1]])])
+                counts = tokens_before[ends] - tokens_before[ends - counts]
+            columns.append(counts)
+        tokens = np.stack(columns, axis=1).astype(np.int64)
+        return tokens if self._most is None else np.minimum(tokens, self._most)
+
+
+def mean_tokens(lengths: SampleLengths) -> FloatArray:
+    """Return (units,) the mean tokens of a sample under each unit, the LLM's first, as often as training uses it."""
+    units = [lengths.tokens, *(items.tokens for _, items in sorted(lengths.items.items()))]
+    if lengths.uses is None:
+        return np.array([float(column.sum()) for column in units]) / max(len(lengths), 1)
+    tokens, totals, total_uses = SampleTokens(lengths), np.zeros(len(units)), 0.0
+    for rows in block_slices(len(lengths)):
+        uses = lengths.uses[rows]
+        totals += (tokens[np.arange(rows.start, rows.stop)] * uses[:, None]).sum(axis=0)
+        total_uses += float(uses.sum())
+    return totals / total_uses
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from mmtrain.data import build_index
@@ -52,7 +53,7 @@ def test_stats_of_a_recipe_show_which_samples_only_several_ranks_can_hold(
     assert done.returncode == 0, done.stderr
     [entry] = json.loads(done.stdout)["long_samples"]
     index = build_index(load_recipe(RECIPE, values).recipe)
-    tokens = index.lengths.tokens
+    tokens = np.asarray(index.lengths.tokens)
     assert (entry["ranks"], entry["most_tokens"]) == (2, 50)
     assert 0 < entry["samples"] < 1
     assert entry["samples"] == pytest.approx((tokens > 50).mean())

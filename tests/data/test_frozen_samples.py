@@ -51,6 +51,15 @@ def test_texts_teach_nothing_where_only_an_encoder_trains(
     assert build_index(freezing([PICTURE], units, **train)).warnings == ()
 
 
+def test_samples_that_teach_nothing_are_counted_in_all_blocks(
+    freezing: MakeRecipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mmtrain.balance.columns.BLOCK_ROWS", 2)
+    [warning] = build_index(freezing([PICTURE, PICTURE, PICTURE, TEXT, TEXT], PROJECTOR_ALONE)).warnings
+    assert warning.startswith("2 of 5 samples teach nothing")
+    assert "number 3," in warning
+
+
 def test_an_encoder_that_trains_and_sees_nothing_is_a_warning(freezing: MakeRecipe) -> None:
     """The LLM learns from texts, so that the run makes sense; the encoder is a mistake, or a mixture to come."""
     [warning] = build_index(freezing([TEXT, TEXT], {})).warnings

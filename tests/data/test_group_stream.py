@@ -1,5 +1,10 @@
 import hashlib
+import pickle
+import tracemalloc
 from collections import Counter
+from dataclasses import replace
+from math import ceil, isqrt
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -7,18 +12,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmtrain.balance import Grouping, IntArray, ItemLengths, SampleGroups, SampleLengths, dist_ratio
+from mmtrain.balance.columns import CellRule, FilePlace, GridColumn, SourceValues, StoredColumn
 from mmtrain.balance.grouping.methods import (
     GROUPING_VERSIONS,
     GroupingMethod,
     IsfRules,
+    arrange_window,
     group_window,
     grouping_sizes,
+    num_spare_groups,
+    split_to_count,
     token_targets,
     unit_tokens,
 )
 from mmtrain.balance.grouping.pack_groups import GroupingSizes
 from mmtrain.data import DataIndex, GroupStream, validation_batches
+from mmtrain.data.index.shared_arrays import SharedArrays
 from mmtrain.errors import DataError
+from mmtrain.planning.space.budget import DEFAULT_BUDGET
+from mmtrain.planning.space.sample_batches import sample_batches
 
 METHODS: tuple[GroupingMethod, ...] = ("matched", "isf", "random", "length", "device")
 
@@ -96,6 +108,139 @@ def test_seeking_equals_iterating(seed: int, first: int, count: int, method: Gro
     assert contents(revisited, first, count) == iterated, "going back gives the same groups"
 
 
+class EagerStream:
+    """Oracle: a stream that deals all samples to windows and packs every window when it starts."""
+
+    def __init__(self, lengths: SampleLengths, grouping: Grouping, seed: int, weights: np.ndarray | None) -> None:
+        self.sizes, self.grouping, self.seed = grouping_sizes(lengths, grouping), grouping, seed
+        weights = np.ones(len(lengths)) if weights is None else weights
+        sure = np.floor(weights).astype(np.int64)
+        fraction = weights - sure
+        entries = np.concatenate([np.repeat(np.arange(len(lengths)), sure), np.flatnonzero(fraction)])
+        probabilities = np.concatenate([np.ones(sure.sum()), fraction[fraction > 0]])
+        order = np.random.default_rng([1, seed, 0]).permutation(len(entries))
+        parts = np.array_split(order, ceil(len(entries) / grouping.window))
+        self.windows = [(entries[part], probabilities[part]) for part in parts]
+        self.counted = [self.shuffle_and_group([2, seed, 0, 0, w], w) for w in range(len(parts))]
+        self.counts = [self.count(w) for w in range(len(parts))]
+
+    def shuffle_and_group(self, key: list[int], w: int) -> SampleGroups:
+        rng = np.random.default_rng(key)
+        samples, probabilities = self.windows[w]
+        used = samples[rng.random(len(samples)) < probabilities]
+        self.rng = rng
+        if key[0] == 2 and not len(used):
+            used = samples
+        return group_window(self.sizes, rng.permutation(used), self.grouping, rng)
+
+    def count(self, w: int) -> int:
+        samples, p = self.windows[w]
+        groups = self.counted[w]
+        deviation = np.sqrt((p * (1 - p) * self.sizes.tokens[samples][:, 0].astype(float) ** 2).sum())
+        drawn = ceil(2 * deviation / self.grouping.seq_len)
+        if self.grouping.leaves_remainder:
+            return max(len(groups) - isqrt(len(groups)) // 8 - drawn, 1)
+        return min(len(groups) + num_spare_groups(len(groups), self.grouping) + drawn, len(groups.samples))
+
+    def epoch(self, epoch: int) -> list[list[int]]:
+        """Return all groups of an epoch."""
+        groups_of_epoch: list[list[int]] = []
+        for w in np.random.default_rng([3, self.seed, 0, epoch]).permutation(len(self.windows)).tolist():
+            count = self.counts[w]
+            groups = self.shuffle_and_group([4, self.seed, 0, epoch, w], w)
+            if self.grouping.leaves_remainder:
+                groups = groups if len(groups) >= count else self.counted[w]
+                groups = groups.reordered(np.arange(count))
+            elif len(groups) > count or len(groups.samples) < count:
+                groups = self.counted[w]
+            offset = (epoch * sum(self.counts) + len(groups_of_epoch)) % self.grouping.global_batch
+            arranged = arrange_window(self.sizes, split_to_count(groups, count), self.grouping, offset, self.rng)
+            groups_of_epoch += [arranged[i].tolist() for i in range(len(arranged))]
+        return groups_of_epoch
+
+
+@given(st.integers(0, 1000), st.integers(1, 90), st.sampled_from(METHODS), st.booleans(), st.booleans(), st.data())
+def test_windows_that_are_counted_when_they_are_reached_make_the_same_groups(
+    seed: int, num_samples: int, method: GroupingMethod, weighted: bool, leaves: bool, data: st.DataObject
+) -> None:
+    isf = IsfRules(remainder="next_epoch" if leaves else "keep")
+    grouping = Grouping(40, 16, 4, method, {"vision": 20}, isf=isf)
+    lengths = make_lengths(seed, num_samples)
+    weights = np.random.default_rng(seed).choice([0.25, 1.0, 2.5], num_samples) if weighted else None
+    oracle = EagerStream(lengths, grouping, seed, weights)
+    expected = [group for epoch in range(3) for group in oracle.epoch(epoch)]
+    stream = GroupStream(lengths, grouping, seed, weights)
+    start = data.draw(st.integers(0, len(expected) - 1))
+    assert contents(stream, start, len(expected) - start) == expected[start:], "as a run that resumes there"
+    assert contents(stream, 0, start) == expected[:start], "and one that goes back"
+    assert stream.groups_per_epoch == len(expected) // 3
+
+
+def test_a_run_that_resumes_inside_a_window_groups_only_that_window(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mmtrain.data.index.shared_arrays.MIN_SHARED_ROWS", 1)
+    lengths, grouping = make_lengths(0, 4000), Grouping(400, 256, 8)
+    weights = SourceValues(np.arange(4000) // 2000, np.array([1.0, 1.5]))
+
+    def start() -> GroupStream:
+        return GroupStream(lengths, grouping, 0, weights, shared=SharedArrays(tmp_path, "index"))
+
+    without_files = GroupStream(lengths, grouping, 0, np.asarray(weights))
+    stopped = start()
+    position = 80  # inside a window: the groups before it are counted, too
+    assert contents(stopped, 0, position) == contents(without_files, 0, position)
+    grouped = []
+
+    def counting(sizes: GroupingSizes, order: IntArray, grouping: Grouping, rng: np.random.Generator) -> SampleGroups:
+        grouped.append(len(order))
+        return group_window(sizes, order, grouping, rng)
+
+    monkeypatch.setattr("mmtrain.data.stream.group_stream.group_window", counting)
+    resumed = start()
+    assert contents(resumed, position, 1) == contents(without_files, position, 1)
+    assert len(grouped) == 1, "those before were counted by the run that stopped"
+    received = pickle.loads(pickle.dumps(resumed))
+    assert contents(received, position, 9) == contents(without_files, position, 9), "as workers of a loader have it"
+
+
+def test_a_large_index_takes_little_memory_of_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As arrays these samples take 112 bytes each, and their windows 16."""
+    num_samples = 1_200_000
+    monkeypatch.setattr("mmtrain.balance.columns.BLOCK_ROWS", 1 << 16)
+    numbers = np.arange(num_samples + 1)
+    columns = {}
+    for name, values in {
+        "tokens": 10 + numbers[1:] % 500,
+        "targets": 5 + numbers[1:] % 5,
+        "first": numbers,
+        "side": 2 + numbers[1:] % 3,
+    }.items():
+        narrow = StoredColumn.narrowed(name, values).stored
+        (tmp_path / name).write_bytes(narrow.tobytes())
+        place = FilePlace(tmp_path / name, 0, narrow.dtype.str, len(narrow))
+        columns[name] = StoredColumn.mapped(place)
+    del numbers, values, narrow
+    first, side = columns["first"], columns["side"]
+    items = ItemLengths(first, side, side, GridColumn(side, side, CellRule()), GridColumn(side, side, CellRule()))
+    lengths = SampleLengths(columns["tokens"], columns["targets"], {"vision": items})
+    grouping = Grouping(4096, 1000, 64)
+    tracemalloc.start()
+    try:
+        stream = GroupStream(lengths, grouping, 0, shared=SharedArrays(tmp_path, "index"))
+        stream.batch(0, 64, {"llm": 8, "vision": 8}, {"llm": 8, "vision": 8})
+        _, stream_bytes = tracemalloc.get_traced_memory()
+        tracemalloc.reset_peak()
+        sample_batches(lengths, grouping, 0, replace(DEFAULT_BUDGET.sampling, min_samples_to_group=1000))
+        _, plan_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert stream_bytes < 4 * num_samples, stream_bytes
+    assert plan_bytes < 12 * num_samples, "8 of them for the order in which samples are drawn"
+    assert len(pickle.dumps(stream)) < 200_000
+    assert contents(stream, 0, 3) == contents(GroupStream(lengths, grouping, 0), 0, 3)
+
+
 def test_step_one_million_is_found_without_the_steps_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = make_stream(0, 4000, Grouping(400, 256, 8))
     iterated = contents(stream, 8 * 10**6 - 8, 16)
@@ -107,10 +252,13 @@ def test_step_one_million_is_found_without_the_steps_before_it(monkeypatch: pyte
 
     monkeypatch.setattr("mmtrain.data.stream.group_stream.group_window", counting)
     fresh = make_stream(0, 4000, Grouping(400, 256, 8))
-    num_before = len(composed)
-    assert sum(composed) == 4000, "each window is grouped once to count its groups"
+    assert not composed, "a stream that starts groups nothing"
     assert contents(fresh, 8 * 10**6, 8) == iterated[8:]
-    assert len(composed) - num_before <= 2, "one window, or two where the step crosses their border"
+    largest = max(composed)
+    assert 4000 < sum(composed) <= 4000 + 2 * largest, "each window to count its groups, and the one or two of the step"
+    composed.clear()
+    contents(fresh, 8 * 10**6 + 8 * 10**5, 8)
+    assert sum(composed) <= 2 * largest, "all windows are counted"
 
 
 @given(st.integers(0, 1000), st.integers(0, 5), st.sampled_from(METHODS))
@@ -146,13 +294,14 @@ def test_windows_hold_the_same_samples_and_come_in_a_new_order() -> None:
     (substream,) = stream._substreams
     orders, samples = [], []
     for epoch, groups in enumerate(epochs):
-        order, first_groups = substream._window_order(epoch)
-        ends = [*first_groups.tolist(), len(groups)]
+        substream._locate_in_epoch(epoch, len(groups) - 1)
+        order = substream._window_order(epoch)
+        ends = [0, *order.ends.tolist()]
         of_window = {
             window: {sample for group in groups[ends[i] : ends[i + 1]] for sample in group}
-            for i, window in enumerate(order.tolist())
+            for i, window in enumerate(order.windows.tolist())
         }
-        orders.append(order.tolist())
+        orders.append(order.windows.tolist())
         samples.append(of_window)
     assert len(samples[0]) == 4
     assert len(set(map(tuple, orders))) > 1, "windows come in a new order"

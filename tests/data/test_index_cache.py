@@ -15,10 +15,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmtrain.data import DataIndex, build_index
+from mmtrain.balance.columns import StoredColumn
+from mmtrain.data import DataIndex, GroupStream, build_index
 from mmtrain.data.formats.sample import Sample, Turn
 from mmtrain.data.index import data_index as index_module
-from mmtrain.data.index import index_cache
+from mmtrain.data.index import index_cache, shared_arrays
 from mmtrain.data.index.sample_table import SampleTable, content_json, sample_from_record, sample_record
 from mmtrain.data.media.item_readers import ITEM_READERS
 from mmtrain.data.media.media_bytes import BadMediaError, FileMedia, ParquetCell, TarMember
@@ -315,6 +316,68 @@ def test_ranks_that_start_together_look_at_media_once(made: Recipe, monkeypatch:
     assert len(looks) == 2, "a later run looks again"
 
 
+def test_ranks_that_start_together_compare_checksums_once(made: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    sums: list[Path] = []
+    file_sha256 = index_cache._file_sha256
+    build_index(made)
+    monkeypatch.setattr(index_cache, "_file_sha256", lambda path: (sums.append(path), file_sha256(path))[1])
+    for rank in [index_cache.IndexCache.for_recipe(made, made.data.sources) for _ in range(3)]:
+        assert rank is not None
+        assert rank.load(print) is not None
+    assert len(sums) == 3, "records, lengths and media"
+
+
+def test_of_a_large_file_blocks_are_summed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index_cache, "SUMMED_BLOCK_BYTES", 10)
+    monkeypatch.setattr(index_cache, "SUMMED_BLOCKS", 3)
+
+    def sha256(content: bytes) -> str:
+        (tmp_path / "file").write_bytes(content)
+        return index_cache._file_sha256(tmp_path / "file")
+
+    small = sha256(bytes(30))
+    assert all(sha256(bytes(i) + b"x" + bytes(29 - i)) != small for i in range(30)), "all of a small one"
+    large = sha256(bytes(95))
+    assert large not in (sha256(bytes(94)), sha256(bytes(96)), sha256(b"x" + bytes(94)), sha256(bytes(94) + b"x"))
+    assert sum(sha256(bytes(i) + b"x" + bytes(94 - i)) != large for i in range(95)) == 25, "two blocks and the last"
+
+
+def test_processes_map_a_cached_index_and_derive_the_same_order(
+    made: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also the process that built it; a second one finds the order of its stream."""
+    monkeypatch.setattr(shared_arrays, "MIN_SHARED_ROWS", 1)
+    indexes = [build_index(made), build_index(made)]
+    for index in indexes:
+        column = index.lengths.tokens
+        assert isinstance(column, StoredColumn)
+        assert index_cache.INDEX_FOLDER_NAME.encode() in pickle.dumps(column), "by the name of its file"
+    (place,) = cached_indexes(tmp_path)
+    before = set(place.iterdir())
+    streams = [GroupStream.of(made, index) for index in indexes]
+    derived = set(place.iterdir()) - before
+    assert len(derived) == 3, "an order, counts and a lock, for both"
+    without_files = GroupStream.of(made, replace(indexes[0], folder=None))
+    expected = [group.tolist() for group in without_files.groups(0, 9)]
+    for stream in streams:
+        assert [group.tolist() for group in stream.groups(0, 9)] == expected
+    assert set(place.iterdir()) == before | derived
+    assert same(build_index(made), indexes[0]), "the index is still whole"
+
+
+def test_lengths_of_many_samples_are_collected_in_blocks(
+    made: Recipe, recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [row("<image>" * (i % 3), "a" * (i + 1), *["a.png"] * (i % 3)) for i in range(11)]
+    whole = build_index(recipe(rows))
+    monkeypatch.setattr(index_module, "BLOCK_ROWS", 4)
+    monkeypatch.setattr(index_cache, "MIN_SOURCE_BYTES", 1 << 30)
+    in_blocks = build_index(recipe(rows))
+    assert same(whole, in_blocks)
+    items = [index.lengths.items["vision"].first for index in (whole, in_blocks)]
+    assert items[0].tolist() == items[1].tolist() == np.cumsum([0] + [i % 3 for i in range(11)]).tolist()
+
+
 def test_a_picture_that_changes_after_indexing_is_not_stretched_to_its_former_shape(
     made: Recipe, picture: Picture, tmp_path: Path
 ) -> None:
@@ -334,7 +397,7 @@ BUILDER = """
 import sys
 from mmtrain.data import build_index
 from mmtrain.data.index import data_index as index
-from mmtrain.data.index import index_cache
+from mmtrain.data.index import index_cache, shared_arrays
 from mmtrain.recipe.settings.schema import Recipe
 index_cache.MIN_SOURCE_BYTES = 1
 measure_samples = index.measure_samples

@@ -1,6 +1,7 @@
 """Sources that make up shares of training: what steps hold, whatever step a run starts at."""
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmtrain.balance import Grouping, SampleLengths
+from mmtrain.balance import Grouping, SampleLengths, columns
+from mmtrain.balance.columns import StoredColumn
 from mmtrain.balance.grouping.methods import GroupingMethod
 from mmtrain.balance.grouping.mixture import Mixture, ShareUnit, mixture_phases
 from mmtrain.data import DataIndex, GroupStream, build_index
+from mmtrain.data.index.shared_arrays import SharedArrays
+from mmtrain.data.stream import mixture_stream
 from mmtrain.data.stream.recipe_summaries import summarize_sources
 from mmtrain.errors import DataError
 from mmtrain.planning.space.sample_batches import sample_batches
@@ -47,6 +51,54 @@ def make_stream(
 def used(stream: GroupStream, first_step: int, num_steps: int) -> np.ndarray:
     """Return the samples of some steps, in the order of training."""
     return np.concatenate(stream.groups(first_step * GLOBAL_BATCH, num_steps * GLOBAL_BATCH))
+
+
+@given(st.integers(0, 1000), st.integers(1, 60), st.integers(1, 9), st.integers(1, 7), st.integers(0, 3000))
+def test_a_source_gives_out_its_samples_by_the_place_of_their_first_token(
+    seed: int, num_samples: int, rows_per_sum: int, block_rows: int, start: int
+) -> None:
+    """Places are looked up in sums at some rows; the oracle sums all tokens of three passes."""
+    rng = np.random.default_rng(seed)
+    sources = rng.integers(0, 3, num_samples)
+    sources[rng.integers(num_samples)] = 1
+    tokens = rng.integers(0, 30, num_samples)
+    of_source = np.flatnonzero(sources == 1)
+    passes = [of_source[np.random.default_rng([6, seed, 1, number]).permutation(len(of_source))] for number in range(3)]
+    samples = np.concatenate(passes)
+    lengths = np.maximum(tokens[samples], 1)
+    first_tokens = np.cumsum(lengths) - lengths
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mixture_stream, "_ROWS_PER_SUM", rows_per_sum)
+        patch.setattr(columns, "BLOCK_ROWS", rows_per_sum * block_rows)
+        rows = mixture_stream._rows_of_sources(sources, 3)[1]
+        line = mixture_stream._SourceLine(sources, rows, tokens, (seed, 1), SharedArrays(None, ""))
+        start %= int(lengths.sum())
+        end = int(rng.integers(start, lengths.sum() + 1))
+        taken = line.take(start, end)
+    assert taken.tolist() == samples[(first_tokens >= start) & (first_tokens < end)].tolist()
+    assert line.num_tokens * 3 == lengths.sum()
+
+
+def test_processes_share_the_orders_of_passes_and_forget_earlier_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, lengths, sources = make_stream([{0: 0.2}, {0: 0.5}, {0: 0.3}])
+    monkeypatch.setattr("mmtrain.data.index.shared_arrays.MIN_SHARED_ROWS", 1)
+    mixture = Mixture(StoredColumn.narrowed("sources", sources), mixture_phases([{0: 0.2}, {0: 0.5}, {0: 0.3}]))
+
+    def start() -> GroupStream:
+        grouping = Grouping(SEQ_LEN, 256, GLOBAL_BATCH)
+        return GroupStream(lengths, grouping, 3, mixture=mixture, shared=SharedArrays(tmp_path, "index"))
+
+    streams = [start(), start()]
+    for step in range(0, 150, 30):
+        expected = used(plain, step, 30).tolist()
+        assert all(used(stream, step, 30).tolist() == expected for stream in streams)
+    assert max(plain.source_passes(150)) > 5
+    num_files = len([file for file in tmp_path.iterdir() if file.name != "lock"])
+    assert num_files <= 2 * 2 * 3, "of each source two passes: samples, and where they start"
+    sent = pickle.loads(pickle.dumps(streams[0]))
+    assert used(sent, 150, 5).tolist() == used(plain, 150, 5).tolist()
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -1,11 +1,15 @@
 """Sampled batches are whole, fit their groups, and represent the steps of a run."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mmtrain.balance import Grouping
+from mmtrain.balance.batch_meta import mean_tokens
+from mmtrain.balance.columns import SourceValues
 from mmtrain.balance.grouping.methods import unit_tokens
 from mmtrain.errors import PlanError
 from mmtrain.planning.space.sample_batches import sample_batches
@@ -34,6 +38,27 @@ def test_a_few_sampled_batches_represent_the_variation_of_steps() -> None:
         sampled = sample_batches(samples, Grouping(384, 4096, 4), seed)
         mean = work[np.concatenate([g for groups in sampled.groups for g in groups])].sum(axis=0)
         assert mean / mean[0] == pytest.approx(share, rel=0.08)
+
+
+def test_of_many_samples_few_are_drawn_as_often_as_training_uses_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mmtrain.balance.grouping.groups_per_step.MAX_SHUFFLED_SAMPLES", 100)
+    samples, grouping = lengths(2000), Grouping(384, 256, 4)
+    drawn = np.concatenate([group for groups in sample_batches(samples, grouping, 0).groups for group in groups])
+    assert len(set(drawn.tolist())) == len(drawn), "each once"
+    sources = np.repeat([0, 1], [1900, 100])
+    uses = SourceValues(sources, np.array([0.1, 1.9]))
+    sampled = sample_batches(replace(samples, uses=uses), grouping, 0)
+    drawn = np.concatenate([group for groups in sampled.groups for group in groups])
+    assert np.mean(sources[drawn]) == pytest.approx(0.5, abs=0.15), "half of all uses are of the second source"
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_mean_tokens_are_those_of_all_blocks(weighted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    samples = lengths(100)
+    uses = np.random.default_rng(0).random(100) if weighted else None
+    monkeypatch.setattr("mmtrain.balance.columns.BLOCK_ROWS", 7)
+    expected = np.average(unit_tokens(samples)[1], axis=0, weights=uses)
+    assert mean_tokens(replace(samples, uses=uses)) == pytest.approx(expected)
 
 
 def test_no_samples_are_an_error_of_the_data() -> None:

@@ -124,6 +124,14 @@ def test_every_kind_of_sample_is_drawn() -> None:
         assert counts.max() > 1
 
 
+def test_of_many_samples_some_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mmtrain.runtime.verification.verify_plan.MAX_CANDIDATES", 5)
+    lengths = cases.lengths(("vision", "audio"))
+    step = -(-len(lengths) // 5)
+    drawn = np.concatenate(draw_groups(lengths, 40, 0))
+    assert set(drawn.tolist()) <= set(range(0, len(lengths), step))
+
+
 HERE = RankLimit(16, "--ranks-here allows 16 processes", "Raise it")
 CUTS: dict[str, tuple[int, int, dict[str, cases.Mesh], dict[str, Any]]] = {  # -> most ranks, groups that are left, plan
     "two encoder replicas for each of the llm's": (

@@ -35,7 +35,7 @@ def dispatch_samples(
     balanced: list[IntArray] = []
     for first in range(0, len(groups), num_replicas):
         row = list(groups[first : first + num_replicas])
-        balanced += _balanced_row(row, sizes.tokens[np.concatenate(row), :num_units], budgets, cost, pad)
+        balanced += _balanced_row(row, sizes.tokens[np.concatenate(row)][:, :num_units], budgets, cost, pad)
     return balanced
 
 

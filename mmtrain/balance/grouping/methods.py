@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from mmtrain.balance.batch_meta import IntArray, SampleLengths
+from mmtrain.balance.batch_meta import IntArray, SampleLengths, SampleTokens
 from mmtrain.balance.grouping.pack_groups import (
     GroupingSizes,
     SampleGroups,
@@ -190,22 +190,23 @@ class Grouping:
 
 def unit_items(lengths: SampleLengths) -> IntArray:
     """Return (n, encoders) the items of every sample, in the order of the columns of `unit_tokens` after the LLM's."""
-    counts = [np.diff(items.first) for _, items in sorted(lengths.items.items())]
+    counts = [np.diff(np.asarray(items.first)) for _, items in sorted(lengths.items.items())]
     return np.stack(counts, axis=1).astype(np.int64) if counts else np.zeros((len(lengths), 0), dtype=np.int64)
 
 
 def unit_tokens(lengths: SampleLengths) -> tuple[tuple[str, ...], IntArray]:
     """Return the units, the LLM first, and (n, units) the tokens of every sample that each of them processes."""
-    columns = {LLM: lengths.tokens}
-    for unit, items in sorted(lengths.items.items()):
-        tokens_before = np.concatenate([[0], np.cumsum(items.tokens)])
-        columns[unit] = tokens_before[items.first[1:]] - tokens_before[items.first[:-1]]
-    return tuple(columns), np.stack(list(columns.values()), axis=1).astype(np.int64)
+    return units_of(lengths), SampleTokens(lengths)[np.arange(len(lengths))]
+
+
+def units_of(lengths: SampleLengths) -> tuple[str, ...]:
+    """Return the units that process tokens, the LLM first."""
+    return (LLM, *sorted(lengths.items))
 
 
 def token_targets(lengths: SampleLengths, grouping: Grouping) -> StepTargets:
     """Return targets that balance every unit's tokens apart, weighted as `grouping_sizes` does, without a plan."""
-    units, _ = unit_tokens(lengths)
+    units = units_of(lengths)
     sizes = grouping_sizes(lengths, grouping)
     columns = sizes.load_matrix.argmax(axis=1).tolist()
     weights = sizes.weights.tolist()
@@ -225,33 +226,35 @@ def grouping_sizes(lengths: SampleLengths, grouping: Grouping) -> GroupingSizes:
     share of all tokens, and a hundredth of that for a light unit: clips in a few groups, which no exchange can balance,
     are balanced as far as images in all groups allow.
     """
-    units, tokens = unit_tokens(lengths)
-    total = tokens.sum(axis=0)
-    counted = tokens
-    if grouping.method == "isf" and grouping.isf.encoder_budget == "items":
-        counted = np.concatenate([tokens[:, :1], unit_items(lengths)], axis=1)
-    budgets = _budgets(units, counted, grouping)
+    units = units_of(lengths)
+    of_encoders = [items for _, items in sorted(lengths.items.items())]
+    num_tokens = int(lengths.tokens.sum())
+    total = np.array([num_tokens, *(items.tokens.sum() for items in of_encoders)], dtype=np.int64)
+    counts_items = grouping.method == "isf" and grouping.isf.encoder_budget == "items"
+    counted = total
+    if counts_items:
+        counted = np.array([num_tokens, *(len(items.tokens) for items in of_encoders)], dtype=np.int64)
+    budgets = _budgets(units, counted, lengths, grouping)
     encoders_by_tokens = np.argsort(-total[1:], kind="stable") + 1
     columns = [column for column in (*encoders_by_tokens, 0) if total[column] > 0] or [0]
-    mean_tokens = float(tokens[:, 0].mean()) if len(tokens) else 0.0
+    mean_tokens = num_tokens / max(len(lengths), 1)
     share = total[columns] / max(int(total.sum()), 1)
     return GroupingSizes(
-        tokens=np.minimum(counted, budgets),
+        tokens=SampleTokens(lengths, budgets, counts_items),
         budgets=budgets,
         load_matrix=np.eye(len(units))[columns],
         weights=np.where(share < LIGHT_UNIT_SHARE, share / 100, share),
-        batch=max(1, round(grouping.seq_len / max(mean_tokens, 1.0))) if len(tokens) else 1,
+        batch=max(1, round(grouping.seq_len / max(mean_tokens, 1.0))) if len(lengths) else 1,
     )
 
 
-def _budgets(units: tuple[str, ...], counted: IntArray, grouping: Grouping) -> IntArray:
-    """Return (units,) what no group may pass of what is `counted` (n, units) of each sample."""
-    total = counted.sum(axis=0)
+def _budgets(units: tuple[str, ...], total: IntArray, lengths: SampleLengths, grouping: Grouping) -> IntArray:
+    """Return (units,) what no group may pass of what is counted; total: (units,) that of all samples."""
     budgets: IntArray = np.maximum(total, 1)
     budgets[0] = grouping.seq_len
     if grouping.method == "isf":
-        if grouping.isf.token_budget == "longest" and len(counted):
-            budgets[0] = min(grouping.seq_len, max(int(counted[:, 0].max()), 1))
+        if grouping.isf.token_budget == "longest" and len(lengths):
+            budgets[0] = min(grouping.seq_len, max(int(lengths.tokens.max()), 1))
         budgets[1:] = np.maximum(budgets[0] * total[1:] // max(int(total[0]), 1), 1)
     for column, unit in enumerate(units[1:], 1):
         budgets[column] = grouping.budgets.get(unit, int(budgets[column]))

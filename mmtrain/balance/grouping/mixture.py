@@ -11,7 +11,7 @@ from typing import Literal
 
 import numpy as np
 
-from mmtrain.balance.batch_meta import FloatArray, IntArray
+from mmtrain.balance.columns import FloatArray, Lengths, SourceValues, block_slices
 
 ShareUnit = Literal["tokens", "samples"]
 
@@ -28,29 +28,36 @@ class MixturePhase:
 class Mixture:
     """The shares of a run's sources over its steps."""
 
-    sources: IntArray  # (S,) the number of each sample's source
+    sources: Lengths  # (S,) the number of each sample's source
     phases: tuple[MixturePhase, ...]  # by first step; the first starts at 0
     unit: ShareUnit = "tokens"
 
-    def token_shares(self, tokens: IntArray) -> FloatArray:
+    def token_shares(self, tokens: Lengths) -> FloatArray:
         """Return (phases, sources) shares of the tokens, which add up to 1; tokens: (S,) LLM tokens of each sample."""
         shares = np.array([phase.shares for phase in self.phases], dtype=np.float64)
         if self.unit == "samples":
-            num_sources = shares.shape[1]
-            num_samples = np.bincount(self.sources, minlength=num_sources)
-            total = np.bincount(self.sources, weights=tokens, minlength=num_sources)
+            num_samples, total = count_by_source(self.sources, shares.shape[1], tokens)
             shares = shares * total / np.maximum(num_samples, 1)
         normalized: FloatArray = shares / shares.sum(axis=1, keepdims=True)
         return normalized
 
-    def uses(self, tokens: IntArray, num_steps: int) -> FloatArray:
+    def uses(self, tokens: Lengths, num_steps: int) -> SourceValues:
         """Return (S,) how often `num_steps` steps use each sample, in proportion; tokens: (S,) its LLM tokens."""
         first_steps = [min(phase.first_step, num_steps) for phase in self.phases]
         steps_of_phase = np.array([end - first for first, end in pairwise([*first_steps, num_steps])], dtype=np.float64)
         shares = steps_of_phase @ self.token_shares(tokens) / num_steps
-        source_tokens = np.bincount(self.sources, weights=tokens, minlength=len(shares))
-        uses: FloatArray = (shares / np.maximum(source_tokens, 1.0))[self.sources]
-        return uses
+        _, source_tokens = count_by_source(self.sources, len(shares), tokens)
+        return SourceValues(self.sources, shares / np.maximum(source_tokens, 1.0))
+
+
+def count_by_source(sources: Lengths, num_sources: int, tokens: Lengths) -> tuple[FloatArray, FloatArray]:
+    """Return (sources,) the samples of each source, and their tokens; sources, tokens: (S,) of each sample."""
+    num_samples, total = np.zeros(num_sources), np.zeros(num_sources)
+    for rows in block_slices(len(sources)):
+        numbers = sources[rows]
+        num_samples += np.bincount(numbers, minlength=num_sources)
+        total += np.bincount(numbers, weights=tokens[rows], minlength=num_sources)
+    return num_samples, total
 
 
 def mixture_phases(shares: Sequence[dict[int, float]]) -> tuple[MixturePhase, ...]:

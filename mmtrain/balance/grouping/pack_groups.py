@@ -11,7 +11,7 @@ from operator import gt
 
 import numpy as np
 
-from mmtrain.balance.batch_meta import FloatArray, IntArray
+from mmtrain.balance.batch_meta import FloatArray, IntArray, SampleTokens
 from mmtrain.balance.check_lengths import check_lengths
 
 
@@ -33,7 +33,7 @@ class SampleGroups:
         """Count (G,) the samples in each group."""
         return np.diff(self.first)
 
-    def loads(self, tokens: IntArray) -> IntArray:
+    def loads(self, tokens: IntArray | SampleTokens) -> IntArray:
         """Return (G, m) the sum over each group of `tokens` (n, m)."""
         if not len(self):
             return np.empty((0, tokens.shape[1]), dtype=np.int64)
@@ -52,7 +52,7 @@ class SampleGroups:
 class GroupingSizes:
     """What grouping counts of every sample, what bounds it, and which loads are to be balanced."""
 
-    tokens: IntArray  # (n, m) of each sample under each budget, the LLM's first
+    tokens: IntArray | SampleTokens  # (n, m) of each sample under each budget, the LLM's first
     budgets: IntArray  # (m,) that no group may pass
     load_matrix: FloatArray  # (q, m): `tokens @ load_matrix.T` are the loads to balance, the coarsest first
     weights: FloatArray  # (q,) what a share of each load's mean counts

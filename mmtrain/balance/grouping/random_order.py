@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from mmtrain.balance.batch_meta import FloatArray, IntArray
+from mmtrain.balance.batch_meta import FloatArray, IntArray, SampleTokens
 from mmtrain.balance.grouping.pack_groups import SampleGroups
 from mmtrain.balance.matched.group_exchange import ROUNDING
 
@@ -29,7 +29,7 @@ class _Excess:
 
 
 def random_order(
-    groups: SampleGroups, tokens: IntArray, step_size: int, num_before: int, rng: np.random.Generator
+    groups: SampleGroups, tokens: IntArray | SampleTokens, step_size: int, num_before: int, rng: np.random.Generator
 ) -> tuple[IntArray, float]:
     """Return an order (G,) of groups, in steps of `step_size`, for which no load varies more than by chance.
 

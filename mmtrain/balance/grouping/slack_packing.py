@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from mmtrain.balance.batch_meta import FloatArray, IntArray
+from mmtrain.balance.batch_meta import FloatArray, IntArray, SampleTokens
 from mmtrain.balance.grouping.pack_groups import SampleGroups, best_fit
 
 # `python -m scripts.bench_shapes --only fill` prints what these do to lengths of 14 shapes. Each packing leaves a share
@@ -17,7 +17,9 @@ MAX_GIVEN_LOAD_SHARE = 0.08  # of the mean load: the largest sample that a group
 MAX_LOW_GROUP_SHARE = 0.1  # of the groups: where more are low, samples are too large for this to help
 
 
-def pack_with_slack(tokens: IntArray, budgets: IntArray, order: IntArray, roomy: bool = False) -> SampleGroups:
+def pack_with_slack(
+    tokens: IntArray | SampleTokens, budgets: IntArray, order: IntArray, roomy: bool = False
+) -> SampleGroups:
     """Pack the samples of one window into hardly more groups than by size, but with groups alike and with some slack.
 
     tokens: (n, m) sizes under m budgets (m,). order: (k,) rows of `tokens` in shuffled order; a row that occurs twice
@@ -69,7 +71,7 @@ def _bulk_as_shuffled(share: FloatArray) -> IntArray:
     return order
 
 
-def top_up(groups: SampleGroups, tokens: IntArray) -> SampleGroups:
+def top_up(groups: SampleGroups, tokens: IntArray | SampleTokens) -> SampleGroups:
     """Move small samples into groups whose load under the first column of `tokens` (n, m) is far below the mean.
 
     The last group of a window holds the samples that were left, and a group that was halved to reach the number of
@@ -79,14 +81,15 @@ def top_up(groups: SampleGroups, tokens: IntArray) -> SampleGroups:
     """
     if not len(groups):
         return groups
-    size = tokens[groups.samples, 0]
-    loads = groups.loads(tokens[:, :1])[:, 0].astype(np.float64)
+    of_samples = tokens[groups.samples]
+    size = of_samples[:, 0]
+    loads = np.add.reduceat(size, groups.first[:-1]).astype(np.float64)
     mean = loads.mean()
     low = np.flatnonzero(loads < LOW_LOAD_SHARE * mean)
     if not 0 < len(low) <= MAX_LOW_GROUP_SHARE * len(groups):
         return groups
     group_of = np.repeat(np.arange(len(groups)), groups.sizes)
-    is_small = (tokens[groups.samples, 1:] == 0).all(axis=1) & (size > 0) & (size <= MAX_GIVEN_LOAD_SHARE * mean)
+    is_small = (of_samples[:, 1:] == 0).all(axis=1) & (size > 0) & (size <= MAX_GIVEN_LOAD_SHARE * mean)
     may_give = (loads >= LOW_LOAD_SHARE * mean) & (groups.sizes > 1)
     places = np.flatnonzero(is_small & may_give[group_of])
     places = places[np.argsort(-size[places], kind="stable")]  # each gives its largest, so that few must give

@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mmtrain.balance.batch_meta import FloatArray, IntArray
+from mmtrain.balance.columns import Lengths, row_blocks
 from mmtrain.balance.grouping.imbalance import ImbalanceBound, dist_ratio, imbalance_bound, max_over_mean, pad_ratio
 from mmtrain.balance.grouping.methods import GroupingMethod
 from mmtrain.balance.grouping.pack_groups import SampleGroups
@@ -49,11 +50,15 @@ class LongSamples:
     tokens: float  # share of the LLM's tokens that are in them
 
     @classmethod
-    def count(cls, tokens: IntArray, seq_len: int, ranks: int) -> "LongSamples":
+    def count(cls, tokens: Lengths, seq_len: int, ranks: int) -> "LongSamples":
         """Count those of samples with `tokens` (S,), at most `seq_len` each."""
         most_tokens = -(-seq_len // ranks)
-        is_long = tokens > most_tokens
-        return cls(ranks, most_tokens, float(is_long.mean()), float(tokens[is_long].sum() / tokens.sum()))
+        num_long = tokens_in_long = 0
+        for block in row_blocks(tokens):
+            long = block[block > most_tokens]
+            num_long += len(long)
+            tokens_in_long += int(long.sum())
+        return cls(ranks, most_tokens, num_long / len(tokens), tokens_in_long / int(tokens.sum()))
 
 
 @dataclass(frozen=True)

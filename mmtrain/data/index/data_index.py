@@ -18,7 +18,18 @@ from typing import BinaryIO, Literal
 
 import numpy as np
 
-from mmtrain.balance.batch_meta import FloatArray, IntArray, ItemLengths, SampleLengths
+from mmtrain.balance.batch_meta import ItemLengths, SampleLengths
+from mmtrain.balance.columns import (
+    BLOCK_ROWS,
+    CellRule,
+    GridColumn,
+    LengthColumn,
+    Lengths,
+    SampleValues,
+    SourceValues,
+    StoredColumn,
+    sha256_of,
+)
 from mmtrain.balance.grouping.mixture import Mixture
 from mmtrain.data.callbacks import NotifyCallback
 from mmtrain.data.formats.sample import Quarantined, Sample
@@ -42,7 +53,8 @@ from mmtrain.recipe.settings.modalities import GENERATOR, VISION
 from mmtrain.recipe.settings.schema import Recipe
 
 MAX_SAMPLES_IN_MESSAGE = 5
-MAX_REPEATED_USES = 20_000_000  # of samples in an epoch, by weights above 1: an epoch's order is held in memory
+# Of samples in an epoch, by weights above 1, or as many as there are samples: the order of an epoch takes 4 bytes each.
+MAX_REPEATED_USES = 20_000_000
 
 
 @dataclass(frozen=True)
@@ -51,22 +63,24 @@ class DataIndex:
 
     samples: Sequence[Sample]
     lengths: SampleLengths
-    weights: FloatArray  # (S,) how often an epoch uses each sample
+    weights: SampleValues  # (S,) how often an epoch uses each sample
     quarantined: tuple[Quarantined, ...]
     # Encoder unit -> (I,) the part of its medium that an item is: the number of its tile or frame, from 0.
-    item_parts: dict[str, IntArray] = field(default_factory=dict)
-    item_times: dict[str, IntArray] = field(default_factory=dict)  # likewise, its rotary position in time, from 0
+    item_parts: dict[str, Lengths] = field(default_factory=dict)
+    item_times: dict[str, Lengths] = field(default_factory=dict)  # likewise, its rotary position in time, from 0
     content_sha256: str = ""  # of all that is in the samples but the location of their files
     cache_folder: Path | None = None  # where it was read from; None if it was built from the data
     modalities: dict[str, str] = field(default_factory=dict)  # encoder unit -> the modality that it reads
     warnings: tuple[str, ...] = ()  # of the tokenizer, and of what texts spell
     joins: dict[str, TileJoin] = field(default_factory=dict)  # for encoders whose tiles are joined
-    image_sizes: dict[str, IntArray] = field(default_factory=dict)  # theirs: (I, 2) of an item's image; 0: a frame
+    # Theirs: (I,) width and (I,) height of an item's image; 0: a frame.
+    image_sizes: dict[str, tuple[Lengths, Lengths]] = field(default_factory=dict)
     # Of encoders whose videos are sampled from end to end: (I,) when an item is shown, in tenths of seconds.
-    item_tenths: dict[str, IntArray] = field(default_factory=dict)
+    item_tenths: dict[str, Lengths] = field(default_factory=dict)
     sources: SampleSources | None = None  # which source each sample is of; None for samples that no recipe names
     generator: GeneratorSettings | None = None  # of the model that draws the images in answers
     mixture: Mixture | None = None  # where sources have shares; `weights` are then 1
+    folder: Path | None = None  # of this index alone, for arrays that are derived from it; None where it is not cached
 
     def media_features(self, sample: int) -> MediaFeatures:
         """Return for each modality the LLM tokens of a sample's media, summed over its encoders, for a tokenizer."""
@@ -123,9 +137,9 @@ class DataIndex:
         first = self.lengths.items[unit].first
         of_sample = slice(first[sample], first[sample + 1])
         starts = np.flatnonzero(self.item_parts[unit][of_sample] == 0)
-        sizes = self.image_sizes[unit][of_sample][starts].tolist()
+        widths, heights = (column[of_sample][starts].tolist() for column in self.image_sizes[unit])
         counts = np.diff(np.append(starts, first[sample + 1] - first[sample])).tolist()
-        return [(width, height) if width else None for width, height in sizes], counts
+        return [(width, height) if width else None for width, height in zip(widths, heights, strict=True)], counts
 
     def media_grids(self, sample: int, unit: str, merge: int, items_apart: bool = False) -> list[MediumGrid]:
         """Return the features of each medium of a sample that one encoder reads, which merges squares of patches.
@@ -176,18 +190,23 @@ class DataIndex:
     def fingerprint(self) -> str:
         """The SHA-256 of samples, weights and lengths: equal on two ranks if and only if they have the same data."""
         digest = hashlib.sha256(self.content_sha256.encode())
-        arrays = [self.weights, self.lengths.tokens, self.lengths.targets]
+        columns = [self.lengths.tokens, self.lengths.targets]
+        if isinstance(self.weights, SourceValues):
+            columns.append(self.weights.sources)
+            digest.update(self.weights.values.tobytes())
+        else:
+            digest.update(self.weights.tobytes())
         for unit, items in sorted(self.lengths.items.items()):
             digest.update(unit.encode())
-            arrays += [items.first, items.rows, items.cols, items.tokens, items.features]
-            arrays += [self.item_parts[unit], self.item_times[unit]]
-            arrays += [self.image_sizes[unit]] if unit in self.joins else []
-            arrays += [self.item_tenths[unit]] if unit in self.item_tenths else []
+            columns += [items.first, items.rows, items.cols, items.tokens, items.features]
+            columns += [self.item_parts[unit], self.item_times[unit]]
+            columns += self.image_sizes[unit] if unit in self.joins else ()
+            columns += [self.item_tenths[unit]] if unit in self.item_tenths else []
         if self.mixture is not None:
-            arrays.append(self.mixture.sources)
+            columns.append(self.mixture.sources)
             digest.update(repr((self.mixture.unit, self.mixture.phases)).encode())
-        for values in arrays:
-            digest.update(values.tobytes())
+        for column in columns:
+            digest.update(sha256_of(column).encode())
         return digest.hexdigest()
 
 
@@ -223,7 +242,7 @@ def build_index(
     if not len(stored.samples):
         setting = "data.sources" if which == "train" else "data.validation"
         raise DataError(f"{setting}: no usable samples in {', '.join(str(s.path) for s in sources) or 'an empty list'}")
-    index = replace(_from_stored(stored, recipe, sources), cache_folder=cache_folder)
+    index = replace(from_stored(stored, recipe, sources), cache_folder=cache_folder)
     if which == "train":
         idle = warn_of_idle_training(recipe, index.lengths, index.samples)
         index = replace(index, warnings=(*index.warnings, *idle))
@@ -237,36 +256,39 @@ def _index_stated_lengths(recipe: Recipe, sources: Sequence[SourceSettings]) -> 
     check_bad_rate(stated.quarantined, num_usable + len(stated.quarantined), recipe.data.max_bad_rate)
     if not num_usable:
         raise DataError(f"data.sources: no usable rows in {', '.join(str(s.path) for s in sources)}")
-    parts = {unit: np.zeros(len(items.tokens), dtype=np.int64) for unit, items in stated.lengths.items.items()}
-    index = DataIndex((), stated.lengths, np.ones(num_usable), stated.quarantined, parts, parts, stated.sha256)
+    parts: dict[str, Lengths] = {
+        unit: StoredColumn(np.zeros(len(items.tokens), dtype=np.uint8)) for unit, items in stated.lengths.items.items()
+    }
+    weights = SourceValues(stated.source, np.ones(len(sources)))
+    index = DataIndex((), stated.lengths, weights, stated.quarantined, parts, parts, stated.sha256)
     return _with_sources(index, recipe, sources, stated.source)
 
 
 def _with_sources(
-    index: DataIndex, recipe: Recipe, sources: Sequence[SourceSettings], source_numbers: IntArray
+    index: DataIndex, recipe: Recipe, sources: Sequence[SourceSettings], source_numbers: Lengths
 ) -> DataIndex:
     """Add which source each sample is of, and how often training uses it."""
     named = SampleSources.of(sources, source_numbers)
-    weights = _sample_weights(sources, source_numbers)
+    weights = _sample_weights(sources, named)
     mixture = find_mixture(sources, named, recipe.data.share_unit)
-    uses = sample_uses(weights, mixture, index.lengths.tokens, recipe.train.steps)
+    uses = sample_uses(weights, named, mixture, index.lengths.tokens, recipe.train.steps)
     lengths = replace(index.lengths, uses=uses)
     return replace(index, lengths=lengths, weights=weights, sources=named, mixture=mixture)
 
 
-def _sample_weights(sources: Sequence[SourceSettings], source_numbers: IntArray) -> FloatArray:
+def _sample_weights(sources: Sequence[SourceSettings], named: SampleSources) -> SourceValues:
     """Return (S,) how often an epoch uses each sample. Raises `DataError` for an epoch of too many repeated uses."""
-    weights: FloatArray = np.array([source.weight for source in sources], dtype=np.float64)
-    repeated_uses = np.bincount(source_numbers, minlength=len(sources)) * np.maximum(weights - 1, 0)
-    if repeated_uses.sum() > MAX_REPEATED_USES:
+    weights = np.array([source.weight for source in sources], dtype=np.float64)
+    repeated_uses = np.array(named.num_samples) * np.maximum(weights - 1, 0)
+    allowed = max(MAX_REPEATED_USES, len(named.numbers))
+    if repeated_uses.sum() > allowed:
         largest = int(repeated_uses.argmax())
         raise DataError(
             f"data.sources: {sources[largest].path} has weight {weights[largest]:g}; with all weights above 1 an epoch "
-            f"would repeat samples {int(repeated_uses.sum()):,} times, allowed: {MAX_REPEATED_USES:,}; lower all "
+            f"would repeat samples {int(repeated_uses.sum()):,} times, allowed: {allowed:,}; lower all "
             "weights in proportion"
         )
-    of_samples: FloatArray = weights[source_numbers]
-    return of_samples
+    return SourceValues(named.numbers, weights)
 
 
 def check_bad_rate(quarantined: Sequence[Quarantined], total: int, allowed: float) -> None:
@@ -311,7 +333,7 @@ def _read_sources(
                 spelled.add(entry.sample)
             else:
                 quarantined.append(entry)
-        arrays = columns.arrays()
+        arrays = columns.columns()
         content_sha256 = columns.content.hexdigest()
         warnings = (*tokenizer.warnings, *spelled.remarks())
         if cache is None or versions is None:
@@ -343,6 +365,7 @@ class _IndexColumns:
         self._joined_units = joined_units
         self._timed_units = timed_units
         self._end = 0  # of the last record
+        self._num_pending = 0  # samples whose lengths are not in narrow types yet
         self._sample_columns = {name: array("q") for name in ("tokens", "targets", "source", "ends")}
         item_columns = [f"{unit}.{name}" for unit in units for name in ("count", "rows", "cols", "part", "time")]
         item_columns += [
@@ -350,6 +373,7 @@ class _IndexColumns:
         ]
         item_columns += [f"{unit}.tenth" for unit in units if unit in timed_units]
         self._item_columns = {name: array("q") for name in item_columns}
+        self._narrow: dict[str, list[StoredColumn]] = {name: [] for name in (*self._sample_columns, *item_columns)}
         self.content = hashlib.sha256()
 
     def add(self, measured: MeasuredSample) -> None:
@@ -365,6 +389,9 @@ class _IndexColumns:
         columns["ends"].append(self._end)
         for unit in self._units:
             self._add_items(unit, measured.items[unit])
+        self._num_pending += 1
+        if self._num_pending == BLOCK_ROWS:
+            self._narrow_down()
 
     def _add_items(self, unit: str, media: Sequence[MediumItems]) -> None:
         columns = self._item_columns
@@ -383,9 +410,36 @@ class _IndexColumns:
                     columns[f"{unit}.image_width"].append(width)
                     columns[f"{unit}.image_height"].append(height)
 
-    def arrays(self) -> dict[str, IntArray]:
-        columns = self._sample_columns | self._item_columns
-        return {name: np.array(column, dtype=np.int64) for name, column in columns.items()}
+    def columns(self) -> dict[str, StoredColumn]:
+        """Return all columns in the narrowest types, and forget them."""
+        self._narrow_down()
+        columns = {}
+        for name in sorted(self._narrow):
+            blocks = self._narrow.pop(name)
+            if name.endswith(".count"):
+                name = f"{name.removesuffix('count')}first"
+                blocks = _cumulative(blocks)
+            columns[name] = StoredColumn(np.concatenate([block.stored for block in blocks]))
+        return columns
+
+    def _narrow_down(self) -> None:
+        """Move the lengths so far into narrow types: a billion samples take 21 GB while they are read, and not 72."""
+        for name, column in (self._sample_columns | self._item_columns).items():
+            if column or not self._narrow[name]:
+                self._narrow[name].append(StoredColumn.narrowed(name, np.array(column, dtype=np.int64)))
+            del column[:]
+        self._num_pending = 0
+
+
+def _cumulative(counts: Sequence[StoredColumn]) -> list[StoredColumn]:
+    """Return the sums before each of the counts, and of all."""
+    sums = [StoredColumn.narrowed("items", np.zeros(1, dtype=np.int64))]
+    total = 0
+    for block in counts:
+        of_block = total + np.cumsum(block[:])
+        total = int(of_block[-1]) if len(of_block) else total
+        sums.append(StoredColumn.narrowed("items", of_block))
+    return sums
 
 
 def _units_with_items(recipe: Recipe) -> list[str]:
@@ -401,30 +455,27 @@ def _timed_units(recipe: Recipe) -> tuple[str, ...]:
     return tuple(unit for unit, encoder in recipe.model.all_encoders.items() if encoder.modality == VISION.name)
 
 
-def _from_stored(stored: StoredIndex, recipe: Recipe, sources: Sequence[SourceSettings]) -> DataIndex:
+def from_stored(stored: StoredIndex, recipe: Recipe, sources: Sequence[SourceSettings]) -> DataIndex:
+    """Return the index of what was read or cached, with what encoders and weights of the recipe make of it."""
     arrays = stored.arrays
     items: dict[str, ItemLengths] = {}
     joins: dict[str, TileJoin] = {}
-    image_sizes: dict[str, IntArray] = {}
+    image_sizes: dict[str, tuple[Lengths, Lengths]] = {}
     for unit, encoder in recipe.model.all_encoders.items():
-        first = np.concatenate([[0], np.cumsum(arrays[f"{unit}.count"])]).astype(np.int64)
-        rows = arrays[f"{unit}.rows"]
-        cols = arrays[f"{unit}.cols"]
-        cells: IntArray = rows * cols
-        filled: IntArray = cells + encoder.partial_cells
-        tokens = filled // encoder.cells_per_token + encoder.extra_tokens
-        features = filled // encoder.cells_per_feature + encoder.extra_features
-        items[unit] = ItemLengths(first, rows, cols, tokens, features)
+        tokens = CellRule(encoder.partial_cells, encoder.cells_per_token, encoder.extra_tokens)
+        features = CellRule(encoder.partial_cells, encoder.cells_per_feature, encoder.extra_features)
+        items[unit] = _item_lengths(arrays, unit, tokens, features)
         join = tile_join(encoder, recipe.data)
         if join is not None:
             joins[unit] = join
-            image_sizes[unit] = np.stack([arrays[f"{unit}.image_width"], arrays[f"{unit}.image_height"]], axis=1)
-    if recipe.model.generator is not None:
-        items[GENERATOR] = _target_lengths(arrays, recipe.model.generator)
+            image_sizes[unit] = arrays[f"{unit}.image_width"], arrays[f"{unit}.image_height"]
+    if recipe.model.generator is not None:  # patches of the images that the assistant draws, and queries in the LLM
+        queries = CellRule(always=recipe.model.generator.context_tokens)
+        items[GENERATOR] = _item_lengths(arrays, GENERATOR, CellRule(), queries)
     index = DataIndex(
         samples=stored.samples,
         lengths=SampleLengths(arrays["tokens"], arrays["targets"], items),
-        weights=np.ones(len(arrays["tokens"])),
+        weights=SourceValues(arrays["source"], np.ones(len(sources))),
         quarantined=stored.quarantined,
         item_parts={unit: arrays[f"{unit}.part"] for unit in items},
         item_times={unit: arrays[f"{unit}.time"] for unit in items},
@@ -434,14 +485,15 @@ def _from_stored(stored: StoredIndex, recipe: Recipe, sources: Sequence[SourceSe
         modalities={unit: encoder.modality for unit, encoder in recipe.model.all_encoders.items()},
         content_sha256=stored.content_sha256,
         warnings=stored.warnings,
+        folder=stored.folder,
         generator=recipe.model.generator,
     )
     return _with_sources(index, recipe, sources, arrays["source"])
 
 
-def _target_lengths(arrays: Mapping[str, IntArray], generator: GeneratorSettings) -> ItemLengths:
-    """Return the lengths of the images that the assistant draws: patches, and queries in the LLM."""
-    first = np.concatenate([[0], np.cumsum(arrays[f"{GENERATOR}.count"])]).astype(np.int64)
-    rows = arrays[f"{GENERATOR}.rows"]
-    cols = arrays[f"{GENERATOR}.cols"]
-    return ItemLengths(first, rows, cols, rows * cols, np.full_like(rows, generator.context_tokens))
+def _item_lengths(arrays: Mapping[str, LengthColumn], unit: str, tokens: CellRule, features: CellRule) -> ItemLengths:
+    """Return the lengths of a unit's items, by what their grids become in its blocks and in the LLM."""
+    rows, cols = arrays[f"{unit}.rows"], arrays[f"{unit}.cols"]
+    return ItemLengths(
+        arrays[f"{unit}.first"], rows, cols, GridColumn(rows, cols, tokens), GridColumn(rows, cols, features)
+    )

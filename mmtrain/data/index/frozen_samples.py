@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from mmtrain.balance import SampleLengths
+from mmtrain.balance.columns import block_slices
 from mmtrain.data.formats.sample import PLURALS, Sample
 from mmtrain.errors import DataError, RecipeError
 from mmtrain.models.shapes.model_shape import ModelShape, build_model_shape
@@ -36,12 +37,17 @@ def _warn_of_frozen_samples(
     """Count the samples that reach nothing of what trains; return a warning if there are some."""
     if _llm_learns_from_text(shape):
         return ()
-    learns = np.zeros(len(lengths), dtype=bool)
-    for unit, items in lengths.items.items():
-        if unit in trained or (unit == GENERATOR and "llm" in trained):  # of the LLM, the queries train
-            learns |= np.diff(items.first) > 0
-    frozen = np.flatnonzero(~learns)
-    if not len(frozen):
+    num_frozen, first_frozen = 0, 0
+    for rows in block_slices(len(lengths)):
+        learns = np.zeros(rows.stop - rows.start, dtype=bool)
+        for unit, items in lengths.items.items():
+            if unit in trained or (unit == GENERATOR and "llm" in trained):  # of the LLM, the queries train
+                learns |= np.diff(items.first[rows.start : rows.stop + 1]) > 0
+        frozen = np.flatnonzero(~learns)
+        if len(frozen) and not num_frozen:
+            first_frozen = rows.start + int(frozen[0])
+        num_frozen += len(frozen)
+    if not num_frozen:
         return ()
     if recipe.model.generator is not None:
         why = "their answers hold no image to draw, and all else that they reach is frozen"
@@ -50,12 +56,12 @@ def _warn_of_frozen_samples(
         media = " or ".join(_media(recipe, unit) for unit in trained)
         why = f"they have no {media} for what trains ({', '.join(trained)})"
         remedy = "add samples with such media, or let the LLM train (model.llm.freeze, train.freeze)"
-    first = samples[int(frozen[0])]
+    first = samples[first_frozen]
     text = (
-        f"{len(frozen):,} of {len(lengths):,} samples teach nothing: {why}; the first: {first.source}, number "
+        f"{num_frozen:,} of {len(lengths):,} samples teach nothing: {why}; the first: {first.source}, number "
         f"{first.index}, id {first.id!r}"
     )
-    if len(frozen) == len(lengths):
+    if num_frozen == len(lengths):
         raise DataError(f"{text}; {remedy}")
     return (text,)
 

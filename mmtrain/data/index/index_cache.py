@@ -2,13 +2,14 @@
 
     .mmtrain-index/<key>-<n>/     <key>: SHA-256 of everything that lengths depend on but media; the largest n counts
         samples.bin               records of the usable samples, see `sample_table`
-        arrays.safetensors        where records end, and all lengths
+        arrays.safetensors        where records end, and all lengths; mapped, so that all processes share it
         media.safetensors         the media in files of their own, see `media_versions`
-        rest.json                 format, quarantined samples, checksums of the three files above
-        checked                   when media files were last compared
+        rest.json                 quarantined samples, sums of the columns, checksums of the three files above
+        checked                   when checksums and media files were last compared
+        <hash>, lock              arrays that runs derive from the index, see `shared_arrays`
 
-A folder appears complete, by renaming, and does not change afterwards. Its name also depends on a secret of the user.
-Data sets come from elsewhere, and an index that came with one could name any file of this machine.
+A folder appears complete, by renaming, and what it has then does not change afterwards. Its name also depends on a
+secret of the user. Data sets come from elsewhere, and an index that came with one could name any file of this machine.
 
 Sizes and times of media files are compared before an index is used, and all lengths are read anew if one has changed.
 Of many remote ones a sample is compared: asking a server a million times is what the cache saves.
@@ -20,7 +21,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -31,8 +32,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from mmtrain.balance.batch_meta import IntArray
-from mmtrain.balance.check_lengths import check_lengths
+from mmtrain.balance.columns import ColumnFacts, FilePlace, StoredColumn
 from mmtrain.data.callbacks import NotifyCallback
 from mmtrain.data.formats.energon import description_files
 from mmtrain.data.formats.read_source import list_shards
@@ -52,7 +52,7 @@ from mmtrain.recipe.settings.source_path import RemotePath, SourcePath
 INDEX_FOLDER_NAME = ".mmtrain-index"
 MIN_SOURCE_BYTES = 1 << 20  # indexing a smaller source takes less than a second
 MAX_INDEXES_PER_FOLDER = 4  # the least recently used ones are removed
-_FORMAT_VERSION = 5
+_FORMAT_VERSION = 6
 _LIBRARIES = (
     "Pillow",
     "tokenizers",
@@ -70,6 +70,9 @@ _CHECKED_FILE = "checked"
 _SUMMED_FILES = (_RECORDS_FILE, _ARRAYS_FILE, _MEDIA_FILE)
 _BUILD_PREFIX = "making-"  # of a folder that is being built
 _SECRET_BYTES = 16
+SUMMED_BLOCK_BYTES = 1 << 20
+SUMMED_BLOCKS = 1024
+_DTYPES = {f"U{8 * size}": np.dtype(f"<u{size}") for size in (1, 2, 4, 8)}  # by safetensors' names
 
 
 @dataclass(frozen=True)
@@ -77,10 +80,11 @@ class StoredIndex:
     """What reading the sources yields, before weights and encoder settings turn it into a `DataIndex`."""
 
     samples: SampleTable
-    arrays: dict[str, IntArray]
+    arrays: dict[str, StoredColumn]
     quarantined: tuple[Quarantined, ...]
     content_sha256: str
     warnings: tuple[str, ...]  # of the tokenizer, and of what texts spell
+    folder: Path | None = None  # where it is cached
 
 
 class IndexCache:
@@ -148,18 +152,13 @@ class IndexCache:
             return None
         try:
             rest = json.loads((place / _REST_FILE).read_text(encoding="utf-8"))
-            for name in _SUMMED_FILES:
-                if _file_sha256(place / name) != rest["sums"][name]:
-                    raise ValueError(f"{name} is not what was written")
-            if not self._media_are_unchanged(place, notify):
+            if not self._is_unchanged(place, rest["sums"], notify):
                 return None
-            arrays = {name: array.astype(np.int64) for name, array in load_file(place / _ARRAYS_FILE).items()}
-            for name, array in arrays.items():
-                check_lengths(name, array)
+            arrays = _map_columns(place / _ARRAYS_FILE, rest["columns"])
             table = SampleTable(place / _RECORDS_FILE, arrays["ends"])
             quarantined = tuple(Quarantined(**entry) for entry in rest["quarantined"])
             os.utime(place)  # marks it as recently used
-            return StoredIndex(table, arrays, quarantined, rest["content_sha256"], tuple(rest["warnings"]))
+            return StoredIndex(table, arrays, quarantined, rest["content_sha256"], tuple(rest["warnings"]), place)
         except RemoteReadError:  # of media, which building the index would not read either
             raise
         except Exception as error:  # whatever is wrong with it, the sources are still there
@@ -174,12 +173,18 @@ class IndexCache:
         number = max(numbers, default=0)
         return number, self.folder / f"{self._key}-{number}" if numbers else None
 
-    def _media_are_unchanged(self, place: Path, notify: NotifyCallback) -> bool:
-        """Compare the media files with those that were indexed, unless another process has since this one started."""
+    def _is_unchanged(self, place: Path, sums: Mapping[str, str], notify: NotifyCallback) -> bool:
+        """Compare checksums, and media files with those indexed, unless another process has since this one started.
+
+        Returns False if media have changed. Raises ValueError for a file of the index that has.
+        """
         checked = place / _CHECKED_FILE
         if checked.exists() and int(checked.read_text(encoding="ascii") or 0) > self._started_ns:
             return True
         started_ns = time.time_ns()
+        for name in _SUMMED_FILES:
+            if _file_sha256(place / name) != sums[name]:
+                raise ValueError(f"{name} is not what was written")
         media = find_changed(load_file(place / _MEDIA_FILE))
         if media.changed:
             notify(
@@ -213,7 +218,7 @@ class IndexCache:
         self,
         records: BinaryIO,
         media: MediaVersions,
-        arrays: dict[str, IntArray],
+        arrays: dict[str, StoredColumn],
         quarantined: Sequence[Quarantined],
         content_sha256: str,
         warnings: tuple[str, ...],
@@ -222,10 +227,11 @@ class IndexCache:
         build_folder = self._build_folder
         assert build_folder is not None, "store is called while the file of `new_records` is open"
         records.flush()
-        save_file({name: _to_int32(array) for name, array in arrays.items()}, build_folder / _ARRAYS_FILE)
+        save_file({name: column.stored for name, column in arrays.items()}, build_folder / _ARRAYS_FILE)
         save_file(media.arrays(), build_folder / _MEDIA_FILE)
         rest: dict[str, Any] = {
             "sums": {name: _file_sha256(build_folder / name) for name in _SUMMED_FILES},
+            "columns": {name: column.facts for name, column in arrays.items()},
             "content_sha256": content_sha256,
             "quarantined": [asdict(entry) for entry in quarantined],
             "warnings": list(warnings),
@@ -242,8 +248,9 @@ class IndexCache:
             if not place.exists():  # else, where locks do not work, another process was first
                 raise
         self._remove_old()
-        table = SampleTable(place / _RECORDS_FILE, arrays["ends"])
-        return StoredIndex(table, arrays, tuple(quarantined), content_sha256, warnings)
+        mapped = _map_columns(place / _ARRAYS_FILE, rest["columns"])
+        table = SampleTable(place / _RECORDS_FILE, mapped["ends"])
+        return StoredIndex(table, mapped, tuple(quarantined), content_sha256, warnings, place)
 
     def _remove_old(self) -> None:
         """Remove the least recently used indexes, and what killed processes left behind."""
@@ -263,14 +270,34 @@ def _file_version(file: SourcePath) -> tuple[int, *tuple[int | str, ...]]:
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
-def _to_int32(array: IntArray) -> "np.ndarray[Any, Any]":
-    """Return the same numbers in half the bytes, where they fit."""
-    return array.astype(np.int32) if not len(array) or array.max() < 2**31 else array
+def _map_columns(path: Path, facts: Mapping[str, Sequence[Any]]) -> dict[str, StoredColumn]:
+    """Map the arrays of a safetensors file, each with what is known of all its rows."""
+    with path.open("rb") as file:
+        header_bytes = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(header_bytes))
+    columns = {}
+    for name, of_column in facts.items():
+        start, end = header[name]["data_offsets"]
+        dtype = _DTYPES[header[name]["dtype"]]
+        place = FilePlace(path, 8 + header_bytes + start, dtype.str, (end - start) // dtype.itemsize)
+        columns[name] = StoredColumn.mapped(place, ColumnFacts(*of_column))
+    return columns
 
 
 def _file_sha256(path: Path) -> str:
+    """Hash a file: its size and all of it; of one above 1 GiB, `SUMMED_BLOCKS` blocks that are evenly spaced.
+
+    The records of a billion samples are 300 GB, which no start should have to read.
+    """
+    num_bytes = path.stat().st_size
+    num_blocks = -(-num_bytes // SUMMED_BLOCK_BYTES)
+    digest = hashlib.sha256(str(num_bytes).encode())
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        for number in range(min(num_blocks, SUMMED_BLOCKS)):
+            block = number if num_blocks <= SUMMED_BLOCKS else number * (num_blocks - 1) // (SUMMED_BLOCKS - 1)
+            file.seek(block * SUMMED_BLOCK_BYTES)
+            digest.update(file.read(SUMMED_BLOCK_BYTES))
+    return digest.hexdigest()
 
 
 def _user_secret() -> str:

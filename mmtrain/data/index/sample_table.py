@@ -10,7 +10,7 @@ from json.encoder import encode_basestring_ascii as _json_text
 from pathlib import Path
 from typing import Any, overload
 
-from mmtrain.balance.batch_meta import IntArray
+from mmtrain.balance.columns import Lengths
 from mmtrain.data.formats.sample import Sample, Turn
 from mmtrain.data.media.media_bytes import FileMedia, InlineMedia, Media, ParquetCell, TarMember
 
@@ -24,7 +24,7 @@ _ARCHIVE_MEDIA: dict[str, type[TarMember] | type[ParquetCell] | type[InlineMedia
 class SampleTable(Sequence[Sample]):
     """Samples that are built on access, from records that follow each other."""
 
-    def __init__(self, records: bytes | Path, ends: IntArray) -> None:
+    def __init__(self, records: bytes | Path, ends: Lengths) -> None:
         """Read from memory, or from a file that does not change any more; record i ends at byte `ends[i]`."""
         self._records = records
         self._ends = ends

@@ -1,7 +1,8 @@
 """The endless stream of groups: which samples train together and when, the same for every plan, rank and worker."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import ceil, isqrt
 
 import numpy as np
@@ -9,9 +10,11 @@ import numpy.typing as npt
 
 from mmtrain.balance import BatchMeta, Grouping, IntArray, SampleGroups, SampleLengths, StepTargets, assign, pack_groups
 from mmtrain.balance.assign import NO_TARGETS
+from mmtrain.balance.columns import Lengths, SampleValues, SourceValues, block_slices
 from mmtrain.balance.dispatch.dispatch_samples import dispatch_samples
 from mmtrain.balance.dispatch.phase_loads import stream_groups_of
 from mmtrain.balance.grouping.methods import (
+    GROUPING_VERSIONS,
     arrange_window,
     group_window,
     grouping_sizes,
@@ -24,6 +27,7 @@ from mmtrain.balance.grouping.padding import pad_microbatches
 from mmtrain.balance.matched.regroup_step import match_step
 from mmtrain.balance.step_targets import LLM, SampleWork
 from mmtrain.data.index.data_index import DataIndex
+from mmtrain.data.index.shared_arrays import SharedArrays, SignedArray
 from mmtrain.data.stream.mixture_stream import MixtureStream
 from mmtrain.errors import DataError
 from mmtrain.recipe.settings.schema import Recipe
@@ -44,8 +48,10 @@ class GroupStream:
     """Groups of samples over epochs, a pure function of (seed, epoch, position).
 
     Samples are dealt to windows once. An epoch visits the windows in a new order, and shuffles and groups the samples
-    of each anew. A window has the same number of groups in every epoch, so any position of the stream is found by
-    arithmetic, and only the groups of its window are computed.
+    of each anew. A window has the same number of groups in every epoch. It is counted when it is first needed: the
+    first epoch counts one window after the other, and later ones find any position by arithmetic. Only the groups of a
+    position's window are computed. The order in which samples were dealt, and the counts, are shared by the processes
+    of a machine, and kept for the next run, where the index is cached.
 
     An epoch uses a sample of integer weight w exactly w times; the fraction of a weight is the probability of one more
     use, drawn in every epoch. Groups never mix epochs. If long samples have steps of their own
@@ -61,10 +67,15 @@ class GroupStream:
         lengths: SampleLengths,
         grouping: Grouping,
         seed: int,
-        weights: npt.NDArray[np.float64] | None = None,
+        weights: SampleValues | None = None,
         mixture: Mixture | None = None,
+        shared: SharedArrays | None = None,
     ) -> None:
-        """Group samples of these lengths by the method and settings of `grouping`; a mixture replaces `weights`."""
+        """Group samples of these lengths by the method and settings of `grouping`; a mixture replaces `weights`.
+
+        shared: where arrays of this index are kept for all processes; None: each has its own.
+        """
+        shared = shared or SharedArrays(None, "")
         self._lengths = lengths
         self._grouping = grouping
         self._seed = seed
@@ -72,29 +83,28 @@ class GroupStream:
         self._cached_cycle: tuple[int, IntArray] | None = None  # its number and its step table
         self._substreams: tuple[_SubStream | MixtureStream, ...]
         if mixture is not None:
-            self._substreams = (MixtureStream(lengths, self._sizes, grouping, seed, mixture),)
+            self._substreams = (MixtureStream(lengths, self._sizes, grouping, seed, mixture, shared),)
             return
-        if weights is None:
-            weights = np.ones(len(lengths))
-        is_long = np.zeros(len(lengths), dtype=bool)
-        if grouping.long_tokens is not None:
-            is_long = lengths.tokens > grouping.long_tokens
+        if isinstance(weights, SourceValues) and (weights.values == 1).all():
+            weights = None
         # One sub-stream, or two where long samples have steps of their own.
+        parts = [_Entries(lengths.tokens, weights, grouping.long_tokens, is_long) for is_long in (False, True)]
         self._substreams = tuple(
-            _SubStream(samples, weights[samples], self._sizes, grouping, (seed, number))
-            for number, samples in enumerate((np.flatnonzero(~is_long), np.flatnonzero(is_long)))
-            if len(samples)
+            _SubStream(entries, self._sizes, grouping, (seed, number), shared)
+            for number, entries in enumerate(parts)
+            if entries.num_samples
         )
 
     @classmethod
     def of(cls, recipe: Recipe, index: DataIndex) -> "GroupStream":
         """Return the order in which a recipe trains on its samples."""
-        grouping = Grouping.of(recipe.data, recipe.train.global_batch)
-        return cls(index.lengths, grouping, recipe.train.seed, index.weights, index.mixture)
+        grouping = Grouping.of(recipe.data, recipe.train.num_groups)
+        shared = None if index.folder is None else SharedArrays(index.folder, index.fingerprint)
+        return cls(index.lengths, grouping, recipe.train.seed, index.weights, index.mixture, shared)
 
     @property
     def groups_per_epoch(self) -> int:
-        """The number of groups in each epoch."""
+        """The number of groups in each epoch; counts all windows that have not been counted."""
         return sum(substream.num_groups for substream in self._substreams)
 
     def groups(self, first: int, count: int) -> list[IntArray]:
@@ -118,7 +128,7 @@ class GroupStream:
         first = step * global_batch
         stream_groups = self.groups(first, global_batch)
         groups = self._even_out(list(stream_groups), dp[LLM], targets)
-        epoch = first // self.groups_per_epoch
+        epoch = int(self.epochs_done(first))
         batch = assign(step, epoch, groups, self._lengths, dp, num_microbatches, targets)
         batch = replace(batch, stream_group=stream_groups_of(batch.sample_id, stream_groups))
         return pad_microbatches(batch) if self._grouping.pad else batch
@@ -151,7 +161,13 @@ class GroupStream:
         return match_step(groups, tokens, budgets, loads, weights, num_replicas)
 
     def epochs_done(self, num_groups: int) -> float:
-        """Return the passes over the data that the first `num_groups` groups of the stream make."""
+        """Return the passes over the data that the first `num_groups` groups of the stream make.
+
+        Inside an epoch, windows count alike, whether they have many groups or few.
+        """
+        substream = self._substreams[0]
+        if len(self._substreams) == 1 and isinstance(substream, _SubStream):
+            return substream.epochs_done(num_groups)
         return num_groups / self.groups_per_epoch
 
     def source_passes(self, num_steps: int) -> list[float]:
@@ -189,78 +205,217 @@ class GroupStream:
         return table[np.argsort(times, kind="stable")]
 
 
-@dataclass(frozen=True)
-class _ShuffleWindow:
-    """Samples that are shuffled and grouped together in every epoch."""
+class _Entries:
+    """The uses of samples in one epoch, by weight, of all samples or only the long ones, or only the others.
 
-    samples: IntArray  # (k,) a sample that an epoch may use twice is listed twice
-    probabilities: Float64Array  # (k,) that an epoch uses the entry
-    num_groups: int  # in every epoch
+    A sample of weight w has floor(w) entries that every epoch uses, and one more if w has a fraction, which is then the
+    probability that an epoch uses it. An entry is the number of its sample, or -1 minus that for a use by chance.
+    """
+
+    def __init__(self, tokens: Lengths, weights: SampleValues | None, long_tokens: int | None, is_long: bool) -> None:
+        """Count the entries of samples above `long_tokens` or, with `is_long` off, of the others."""
+        self._tokens = tokens
+        self._weights = weights
+        self._long_tokens = long_tokens
+        self._is_long = is_long
+        self.num_samples, self._num_sure, self._num_by_chance = 0, 0, 0
+        if weights is None and long_tokens is None:  # without looking at a billion samples
+            self.num_samples = self._num_sure = 0 if is_long else len(tokens)
+            return
+        for samples, sure_uses, fractions in self._blocks():
+            self.num_samples += len(samples)
+            self._num_sure += int(sure_uses.sum())
+            self._num_by_chance += int(np.count_nonzero(fractions))
+
+    def __len__(self) -> int:
+        return self._num_sure + self._num_by_chance
+
+    @property
+    def largest(self) -> int:
+        """Return what no entry, or its negative, is above."""
+        return len(self._tokens)
+
+    @property
+    def description(self) -> str:
+        """Return what these are of an index whose weights are known."""
+        return f"{self._long_tokens} {self._is_long}"
+
+    def fill(self, entries: SignedArray) -> None:
+        """Write all entries: those that every epoch uses by sample, then the others by sample."""
+        sure, by_chance = 0, self._num_sure
+        for samples, sure_uses, fractions in self._blocks():
+            repeated = np.repeat(samples, sure_uses)
+            entries[sure : sure + len(repeated)] = repeated
+            sure += len(repeated)
+            drawn = samples[fractions > 0]
+            entries[by_chance : by_chance + len(drawn)] = -1 - drawn
+            by_chance += len(drawn)
+
+    def resolve(self, entries: IntArray) -> tuple[IntArray, Float64Array]:
+        """Return for entries (k,) their samples, and the probabilities that an epoch uses them."""
+        is_sure = entries >= 0
+        samples = np.where(is_sure, entries, -1 - entries)
+        return samples, np.where(is_sure, 1.0, self._uses(samples)[1])
+
+    def _blocks(self) -> Iterator[tuple[IntArray, IntArray, Float64Array]]:
+        """Yield samples, block by block, with their sure uses and the fractions of their weights."""
+        for rows in block_slices(len(self._tokens)):
+            samples = np.arange(rows.start, rows.stop, dtype=np.int64)
+            if self._long_tokens is not None:
+                samples = samples[(self._tokens[rows] > self._long_tokens) == self._is_long]
+            elif self._is_long:
+                samples = samples[:0]
+            yield samples, *self._uses(samples)
+
+    def _uses(self, samples: IntArray) -> tuple[IntArray, Float64Array]:
+        if self._weights is None:
+            return np.ones(len(samples), dtype=np.int64), np.zeros(len(samples))
+        weights = self._weights[samples]
+        sure_uses = np.floor(weights).astype(np.int64)
+        return sure_uses, weights - sure_uses
+
+
+@dataclass
+class _EpochOrder:
+    """The order in which an epoch visits the windows, and where their groups end, as far as that is known."""
+
+    epoch: int
+    windows: IntArray  # (W,)
+    ends: IntArray  # (W,) position behind the last group of each, in this order
+    num_known: int = 0  # of `ends`
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a group of the stream is."""
+
+    epoch: int
+    turn: int  # of its window in the epoch
+    window: int
+    group: int  # in the window
+    first_group: int  # of the window, in the epoch
 
 
 class _SubStream:
     """The stream over samples that may share a step: all samples, or only the long ones, or only the others."""
 
     def __init__(
-        self, samples: IntArray, weights: Float64Array, sizes: GroupingSizes, grouping: Grouping, key: tuple[int, int]
+        self, entries: _Entries, sizes: GroupingSizes, grouping: Grouping, key: tuple[int, int], shared: SharedArrays
     ) -> None:
         self._sizes = sizes
         self._grouping = grouping
         self._key = key  # seed and number of the sub-stream
-        self._windows = self._deal_to_windows(samples, weights)
-        self.num_groups = sum(window.num_groups for window in self._windows)  # in each epoch
-        self._cached_order: tuple[int, IntArray, IntArray] | None = None  # epoch, order of windows, first groups
+        self._entries = entries
+        name = f"order of {key}: {entries.description}"
+        self._order = shared.column(name, len(entries), len(entries), entries.largest, self._deal)
+        self._num_windows = ceil(len(entries) / grouping.window)
+        name = f"groups of {name}, {grouping}, version {GROUPING_VERSIONS[grouping.method]}"
+        self._counts = shared.counts(name, self._num_windows, len(entries))
+        self._first_order: _EpochOrder | None = None
+        self._cached_order: _EpochOrder | None = None
         self._cached_groups: dict[tuple[int, int], SampleGroups] = {}  # (epoch, window) -> groups
+
+    @cached_property
+    def num_groups(self) -> int:
+        """Count the groups of an epoch, and for that the windows that nobody has counted."""
+        for window in self._counts.missing():
+            self._num_groups_of(window)
+        return int(self._counts.all().sum())
 
     def group(self, position: int) -> IntArray:
         """Return the sample numbers of a group of the endless stream."""
-        epoch, place = divmod(position, self.num_groups)
-        order, starts = self._window_order(epoch)
-        turn = int(np.searchsorted(starts, place, side="right")) - 1
-        window = int(order[turn])
-        start = int(starts[turn])
-        groups = self._cached_groups.get((epoch, window))
+        place = self._locate(position)
+        key = place.epoch, place.window
+        groups = self._cached_groups.get(key)
         if groups is None:
-            groups = self._group_window(epoch, window, (position - place + start) % self._grouping.global_batch)
+            groups = self._group_window(*key, (position - place.group) % self._grouping.global_batch)
             while len(self._cached_groups) >= _MAX_CACHED_WINDOWS:
                 oldest = next(iter(self._cached_groups))
                 self._cached_groups.pop(oldest, None)
-            self._cached_groups[epoch, window] = groups
-        return groups[place - start]
+            self._cached_groups[key] = groups
+        return groups[place.group]
 
-    def _deal_to_windows(self, samples: IntArray, weights: Float64Array) -> list[_ShuffleWindow]:
-        """Deal the samples to windows at random, once for all epochs."""
-        sure_uses = np.floor(weights).astype(np.int64)
-        fraction = weights - sure_uses
-        has_fraction = fraction > 0
-        entries = np.concatenate([np.repeat(samples, sure_uses), samples[has_fraction]])
-        probabilities = np.concatenate([np.ones(int(sure_uses.sum())), fraction[has_fraction]])
-        order = _random_generator(_SEED_LAYOUT, *self._key).permutation(len(entries))
-        parts = np.array_split(order, ceil(len(entries) / self._grouping.window))
-        return [self._make_window(w, entries[part], probabilities[part]) for w, part in enumerate(parts)]
+    def epochs_done(self, position: int) -> float:
+        """Return how many epochs end before a position, with the share of the windows that the next one has behind."""
+        place = self._locate(position)
+        share_of_window = place.group / self._num_groups_of(place.window)
+        return place.epoch + (place.turn + share_of_window) / self._num_windows
 
-    def _make_window(self, w: int, samples: IntArray, probabilities: Float64Array) -> _ShuffleWindow:
-        """Count the groups of a window: those of one shuffle, and some spare ones for epochs that need more.
+    def _locate(self, position: int) -> _Place:
+        """Find a group; in the first epoch, windows behind it need not be counted."""
+        place = self._locate_in_epoch(0, position)
+        if place is not None:
+            return place
+        epoch, in_epoch = divmod(position, self.num_groups)
+        place = self._locate_in_epoch(epoch, in_epoch)
+        assert place is not None, "an epoch has as many groups as its windows"
+        return place
+
+    def _locate_in_epoch(self, epoch: int, position: int) -> _Place | None:
+        """Find a group of an epoch, counting windows up to it; None if the epoch has fewer.
+
+        Threads may share this object: each writes the same ends.
+        """
+        order = self._window_order(epoch)
+        known = order.num_known
+        while not known or order.ends[known - 1] <= position:
+            if known == self._num_windows:
+                return None
+            count = self._num_groups_of(int(order.windows[known]))
+            order.ends[known] = count + (order.ends[known - 1] if known else 0)
+            known += 1
+            order.num_known = max(order.num_known, known)
+        turn = int(np.searchsorted(order.ends[:known], position, side="right"))
+        first_group = int(order.ends[turn - 1]) if turn else 0
+        return _Place(epoch, turn, int(order.windows[turn]), position - first_group, first_group)
+
+    def _window_order(self, epoch: int) -> _EpochOrder:
+        """Return the windows in the order of an epoch."""
+        cached = self._cached_order if epoch else self._first_order
+        if cached is not None and cached.epoch == epoch:
+            return cached
+        windows = _random_generator(_SEED_WINDOW_ORDER, *self._key, epoch).permutation(self._num_windows)
+        order = _EpochOrder(epoch, windows, np.zeros(self._num_windows, dtype=np.int64))
+        if epoch:
+            self._cached_order = order
+        else:
+            self._first_order = order
+        return order
+
+    def _deal(self, entries: SignedArray) -> None:
+        """Write the entries in the order in which they are dealt to windows, at random, once for all epochs."""
+        self._entries.fill(entries)
+        _random_generator(_SEED_LAYOUT, *self._key).shuffle(entries)
+
+    def _window(self, w: int) -> tuple[IntArray, Float64Array]:
+        """Return (k,) the samples of a window, twice where an epoch may use them twice, and (k,) their probabilities.
+
+        Windows are equal parts of the order; the first ones have an entry more where it cannot be divided.
+        """
+        size, num_larger = divmod(len(self._order), self._num_windows)
+        start = w * size + min(w, num_larger)
+        return self._entries.resolve(self._order[start : start + size + (w < num_larger)])
+
+    def _num_groups_of(self, w: int) -> int:
+        """Return the groups of a window: those of one shuffle, and some spare ones for epochs that need more.
 
         With `isf.remainder: next_epoch` there are fewer instead, so that every epoch has as many.
         """
+        if not self._counts[w]:
+            self._counts[w] = self._count_groups(w)
+        return self._counts[w]
+
+    def _count_groups(self, w: int) -> int:
+        samples, probabilities = self._window(w)
         groups = self._counted_groups(w, samples, probabilities)
-        tokens = self._sizes.tokens[samples, 0].astype(np.float64)
+        tokens = self._sizes.tokens[samples][:, 0].astype(np.float64)
         deviation = float(np.sqrt((probabilities * (1 - probabilities) * tokens**2).sum()))
         num_drawn = ceil(2 * deviation / self._grouping.seq_len)
         if self._grouping.leaves_remainder:
             num_missing = isqrt(len(groups)) // _MISSING_GROUPS_DIVISOR + num_drawn
-            return _ShuffleWindow(samples, probabilities, max(len(groups) - num_missing, 1))
+            return max(len(groups) - num_missing, 1)
         num_spare = num_spare_groups(len(groups), self._grouping) + num_drawn
-        return _ShuffleWindow(samples, probabilities, min(len(groups) + num_spare, len(groups.samples)))
-
-    def _window_order(self, epoch: int) -> tuple[IntArray, IntArray]:
-        """Return the windows in the order of an epoch, and the position of the first group of each."""
-        if self._cached_order is None or self._cached_order[0] != epoch:
-            order = _random_generator(_SEED_WINDOW_ORDER, *self._key, epoch).permutation(len(self._windows))
-            counts = np.array([self._windows[w].num_groups for w in order.tolist()], dtype=np.int64)
-            self._cached_order = epoch, order, np.cumsum(counts) - counts
-        return self._cached_order[1], self._cached_order[2]
+        return min(len(groups) + num_spare, len(groups.samples))
 
     def _group_window(self, epoch: int, w: int, offset: int) -> SampleGroups:
         """Group the samples of a window in an epoch; `offset` is the place of its first group in a step.
@@ -269,17 +424,18 @@ class _SubStream:
         by which the window's groups were counted. With `isf.remainder: next_epoch`, extra groups wait for the next
         epoch too; if there are too few, the epoch uses the counted groups instead.
         """
-        window = self._windows[w]
+        samples, probabilities = self._window(w)
+        num_groups = self._num_groups_of(w)
         rng = _random_generator(_SEED_WINDOW, *self._key, epoch, w)
-        is_used = rng.random(len(window.samples)) < window.probabilities
-        groups = self._shuffle_and_group(window.samples[is_used], rng)
+        is_used = rng.random(len(samples)) < probabilities
+        groups = self._shuffle_and_group(samples[is_used], rng)
         if self._grouping.leaves_remainder:
-            if len(groups) < window.num_groups:
-                groups = self._counted_groups(w, window.samples, window.probabilities)
-            groups = groups.reordered(np.arange(window.num_groups))  # ISF returns them in random order
-        elif len(groups) > window.num_groups or len(groups.samples) < window.num_groups:
-            groups = self._counted_groups(w, window.samples, window.probabilities)
-        groups = split_to_count(groups, window.num_groups)
+            if len(groups) < num_groups:
+                groups = self._counted_groups(w, samples, probabilities)
+            groups = groups.reordered(np.arange(num_groups))  # ISF returns them in random order
+        elif len(groups) > num_groups or len(groups.samples) < num_groups:
+            groups = self._counted_groups(w, samples, probabilities)
+        groups = split_to_count(groups, num_groups)
         return arrange_window(self._sizes, groups, self._grouping, offset, rng)
 
     def _counted_groups(self, w: int, samples: IntArray, probabilities: Float64Array) -> SampleGroups:
@@ -314,7 +470,7 @@ def validation_batches(
     per_batch = dp["llm"] * num_microbatches["llm"]
     order = np.random.default_rng(0).permutation(len(index.lengths))
     sizes = grouping_sizes(index.lengths, grouping)
-    packed = pack_groups(sizes.tokens, sizes.budgets, order, grouping.window)
+    packed = pack_groups(sizes.tokens[np.arange(len(order))], sizes.budgets, order, grouping.window)
     groups = [packed[i] for i in range(len(packed))][: limit * per_batch]
     while len(groups) % per_batch:
         largest = max(range(len(groups)), key=lambda i: len(groups[i]))

@@ -1,14 +1,17 @@
 """The stream of groups in which every source makes up the share of the tokens that the recipe sets."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import ceil
 
 import numpy as np
 
 from mmtrain.balance import Grouping, IntArray, SampleGroups, SampleLengths
+from mmtrain.balance.columns import Lengths, StoredColumn, block_slices
 from mmtrain.balance.grouping.methods import arrange_window, group_window, num_spare_groups, split_to_count
 from mmtrain.balance.grouping.mixture import Mixture
 from mmtrain.balance.grouping.pack_groups import GroupingSizes
+from mmtrain.data.index.shared_arrays import SharedArrays, SignedArray
 
 _SEED_SOURCE_ORDER = 6  # shuffles a source for each pass; 1 to 5 are those of `group_stream`
 _SEED_BLOCK = 7  # shuffles and groups the samples of a block
@@ -16,6 +19,7 @@ _SEED_MIXTURE_MEASUREMENT = 8  # likewise for measuring how many tokens fit
 _MIN_MEASURED_GROUPS = 256  # in all measurements, so that small blocks vary little around their result
 _MAX_MEASUREMENTS = 8
 _MAX_CACHED_PASSES = 2  # of each source: a block may reach from one into the next
+_ROWS_PER_SUM = 4096  # of a pass: how many samples lie between places whose token is known
 _MAX_CACHED_BLOCKS = 4  # as for the windows of `group_stream`
 
 
@@ -33,16 +37,25 @@ class MixtureStream:
     """
 
     def __init__(
-        self, lengths: SampleLengths, sizes: GroupingSizes, grouping: Grouping, seed: int, mixture: Mixture
+        self,
+        lengths: SampleLengths,
+        sizes: GroupingSizes,
+        grouping: Grouping,
+        seed: int,
+        mixture: Mixture,
+        shared: SharedArrays,
     ) -> None:
-        """Mix samples of these lengths; `sizes` are what `grouping_sizes` makes of them."""
+        """Mix samples of these lengths; `sizes` are what `grouping_sizes` makes of them.
+
+        shared: where the orders of passes are kept for all processes.
+        """
         self._sizes = sizes
         self._grouping = grouping
         self._seed = seed
         num_sources = len(mixture.phases[0].shares)
         self._lines = [
-            _SourceLine(np.flatnonzero(mixture.sources == source), lengths.tokens, (seed, source))
-            for source in range(num_sources)
+            _SourceLine(mixture.sources, rows, lengths.tokens, (seed, source), shared)
+            for source, rows in enumerate(_rows_of_sources(mixture.sources, num_sources))
         ]
         self._phases: list[_Phase] = []
         starts = (0,) * num_sources
@@ -130,7 +143,7 @@ class MixtureStream:
             last_step += 1
         groups = self._shuffle_and_group(samples, rng)
         if len(groups) > num_groups:
-            groups = _fullest(groups, self._sizes.tokens[:, 0], num_groups)
+            groups = _fullest(groups, self._sizes.tokens[groups.samples][:, 0], num_groups)
         groups = split_to_count(groups, num_groups)
         return arrange_window(self._sizes, groups, self._grouping, 0, rng)
 
@@ -180,16 +193,33 @@ class _Phase:
         return ceil(num_steps / self.steps_per_block)
 
 
+@dataclass(frozen=True)
+class _Pass:
+    """One pass through a source: its samples in order, and where some of them start, counted in tokens."""
+
+    samples: StoredColumn  # (n,)
+    starts: StoredColumn  # of each `_ROWS_PER_SUM`-th sample
+
+
 class _SourceLine:
     """The endless line of a source's samples, whose places are counted in tokens."""
 
-    def __init__(self, samples: IntArray, tokens: IntArray, key: tuple[int, int]) -> None:
-        self._samples = samples
-        self._lengths = np.maximum(tokens[samples], 1)  # a sample without tokens has a place too
+    def __init__(
+        self, sources: Lengths, rows: slice, tokens: Lengths, key: tuple[int, int], shared: SharedArrays
+    ) -> None:
+        """Line up those samples in `rows` whose entry in `sources` (S,) is the source's number; tokens: (S,)."""
+        self._sources = sources
+        self._rows = rows
+        self._tokens = tokens
         self._key = key  # seed and number of the source
-        self.num_tokens = int(self._lengths.sum())  # of a pass
-        self.mean_tokens = self.num_tokens / max(len(samples), 1)
-        self._cached_passes: dict[int, tuple[IntArray, IntArray]] = {}  # pass -> samples in order, first tokens
+        self._shared = shared
+        self._num_samples = 0
+        self.num_tokens = 0  # of a pass
+        for samples in self._blocks():
+            self._num_samples += len(samples)
+            self.num_tokens += int(self._lengths(samples).sum())
+        self.mean_tokens = self.num_tokens / max(self._num_samples, 1)
+        self._cached_passes: dict[int, _Pass] = {}
 
     def take(self, start: int, end: int) -> IntArray:
         """Return the samples whose first token is at [start, end) of the line; a sample may occur several times."""
@@ -197,26 +227,82 @@ class _SourceLine:
         position = start
         while position < end:
             number, offset = divmod(position, self.num_tokens)
-            samples, first_tokens = self._pass(number)
             pass_start = number * self.num_tokens
-            bounds = np.searchsorted(first_tokens, [offset, end - pass_start])
-            parts.append(samples[bounds[0] : bounds[1]])
+            parts.append(self._take_of_pass(self._pass(number), offset, end - pass_start))
             position = pass_start + self.num_tokens
         return np.concatenate(parts)
 
-    def _pass(self, number: int) -> tuple[IntArray, IntArray]:
-        """Return the samples in the order of a pass, and where each starts in it."""
+    def _take_of_pass(self, of_pass: _Pass, start: int, end: int) -> IntArray:
+        """Return the samples whose first token is at [start, end) of a pass."""
+        starts = np.asarray(of_pass.starts)
+        first, last = np.maximum(np.searchsorted(starts, [start, end]) - 1, 0).tolist()
+        samples = of_pass.samples[first * _ROWS_PER_SUM : (last + 1) * _ROWS_PER_SUM]
+        lengths = self._lengths(samples)
+        first_tokens = starts[first] + np.cumsum(lengths) - lengths
+        taken: IntArray = samples[(first_tokens >= start) & (first_tokens < end)]
+        return taken
+
+    def _pass(self, number: int) -> _Pass:
+        """Return the samples in the order of a pass; earlier passes are forgotten."""
         if number not in self._cached_passes:
-            order = np.random.default_rng([_SEED_SOURCE_ORDER, *self._key, number]).permutation(len(self._samples))
-            ends = np.cumsum(self._lengths[order])
+            name, num_samples = f"pass of {self._key}: {number}", self._num_samples
+            samples = self._shared.column(
+                name, num_samples, num_samples, len(self._tokens), lambda rows: self._shuffle(number, rows)
+            )
+            num_sums = ceil(num_samples / _ROWS_PER_SUM)
+            starts = self._shared.column(
+                f"starts of {name}", num_sums, num_samples, self.num_tokens, lambda rows: self._sum(samples, rows)
+            )
             while len(self._cached_passes) >= _MAX_CACHED_PASSES:
                 oldest = next(iter(self._cached_passes))
                 self._cached_passes.pop(oldest, None)
-            self._cached_passes[number] = self._samples[order], ends - self._lengths[order]
+            self._cached_passes[number] = _Pass(samples, starts)
+            outdated = f"pass of {self._key}: {number - _MAX_CACHED_PASSES}"
+            self._shared.remove(outdated)
+            self._shared.remove(f"starts of {outdated}")
         return self._cached_passes[number]
+
+    def _shuffle(self, number: int, rows: SignedArray) -> None:
+        """Write the samples in the order of a pass."""
+        done = 0
+        for samples in self._blocks():
+            rows[done : done + len(samples)] = samples
+            done += len(samples)
+        np.random.default_rng([_SEED_SOURCE_ORDER, *self._key, number]).shuffle(rows)
+
+    def _sum(self, samples: StoredColumn, starts: SignedArray) -> None:
+        """Write the first token of each `_ROWS_PER_SUM`-th of the `samples`."""
+        position = 0
+        for rows in block_slices(len(samples)):
+            sums = np.concatenate([[0], np.cumsum(self._lengths(samples[rows]))])
+            of_block = sums[: rows.stop - rows.start : _ROWS_PER_SUM]
+            first = rows.start // _ROWS_PER_SUM
+            starts[first : first + len(of_block)] = position + of_block
+            position += int(sums[-1])
+
+    def _blocks(self) -> Iterator[IntArray]:
+        """Yield the source's samples in blocks."""
+        for block in block_slices(self._rows.stop - self._rows.start):
+            rows = slice(self._rows.start + block.start, self._rows.start + block.stop)
+            yield rows.start + np.flatnonzero(self._sources[rows] == self._key[1])
+
+    def _lengths(self, samples: IntArray) -> IntArray:
+        return np.maximum(self._tokens[samples], 1)  # a sample without tokens has a place too
+
+
+def _rows_of_sources(sources: Lengths, num_sources: int) -> list[slice]:
+    """Return for each source rows of `sources` (S,) that hold all of its samples; in an index they hold no others."""
+    bounds: dict[int, tuple[int, int]] = {}
+    for rows in block_slices(len(sources)):
+        numbers = sources[rows]
+        for source in np.unique(numbers).tolist():
+            of_source = rows.start + np.flatnonzero(numbers == source)
+            first, _ = bounds.get(source, (int(of_source[0]), 0))
+            bounds[source] = first, int(of_source[-1]) + 1
+    return [slice(*bounds.get(source, (0, 0))) for source in range(num_sources)]
 
 
 def _fullest(groups: SampleGroups, tokens: IntArray, count: int) -> SampleGroups:
-    """Keep the `count` groups with most tokens, in their order; tokens: (S,) of each sample."""
-    loads: IntArray = np.add.reduceat(tokens[groups.samples], groups.first[:-1])
+    """Keep the `count` groups with most tokens, in their order; tokens: (n,) of each of their samples."""
+    loads: IntArray = np.add.reduceat(tokens, groups.first[:-1])
     return groups.reordered(np.sort(np.argsort(-loads, kind="stable")[:count]))

@@ -3,10 +3,9 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-import numpy as np
-
 from mmtrain.balance import Grouping
 from mmtrain.balance.grouping.methods import GROUPING_METHODS, token_targets, unit_tokens
+from mmtrain.balance.grouping.mixture import count_by_source
 from mmtrain.balance.grouping.summary import GroupingScore, SourceSummary, score_grouping
 from mmtrain.data.index.data_index import DataIndex
 from mmtrain.data.stream.group_stream import GroupStream
@@ -41,15 +40,15 @@ def summarize_sources(recipe: Recipe, index: DataIndex) -> list[SourceSummary]:
     """Return a summary of each source that the recipe trains on, in its order."""
     assert index.sources is not None, "an index of a recipe's sources"
     numbers, names = index.sources.numbers, index.sources.names
-    num_samples = np.bincount(numbers, minlength=len(names)).tolist()
-    tokens = np.bincount(numbers, weights=index.lengths.tokens, minlength=len(names))
+    num_samples = index.sources.num_samples
+    _, tokens = count_by_source(numbers, len(names), index.lengths.tokens)
     stream, num_steps = GroupStream.of(recipe, index), recipe.train.steps
     if index.mixture is not None:
         first_steps = (phase.first_step for phase in index.mixture.phases)
         shares = dict(zip(first_steps, index.mixture.token_shares(index.lengths.tokens), strict=True))
         passes = stream.source_passes(num_steps)
     else:
-        used = np.bincount(numbers, weights=index.weights * index.lengths.tokens, minlength=len(names))
+        used = tokens * [source.weight for source in recipe.data.sources]
         shares = {0: used / used.sum()}
         epochs = stream.epochs_done(num_steps * recipe.train.num_groups)
         passes = [epochs * source.weight for source in recipe.data.sources]

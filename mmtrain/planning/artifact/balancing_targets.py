@@ -7,6 +7,7 @@ from functools import cache
 import numpy as np
 
 from mmtrain.balance import BalancedLoad, PipelineRank, SampleLengths, SequenceCost, StepTargets
+from mmtrain.balance.columns import Lengths, row_blocks
 from mmtrain.costs import CostModel, TokenLoad, TokenSplit, costs_for, input_grad_needed, machine_with_spread
 from mmtrain.costs.cost_model import LayerWork
 from mmtrain.models.shapes.model_shape import LayerShape, ModelShape, build_model_shape
@@ -159,11 +160,12 @@ def typical_loads(graph: StageGraph, lengths: SampleLengths, seq_len: int) -> di
     return loads
 
 
-def _mean_load(lengths: np.ndarray, num_microbatches: float) -> TokenLoad:
+def _mean_load(lengths: Lengths, num_microbatches: float) -> TokenLoad:
     """Return the load of one microbatch if all of them share all sequences equally."""
     if not len(lengths):
         return TokenLoad(0, 0, 0, 0)
-    sums = (float(lengths.sum()), float((lengths.astype(np.float64) ** 2).sum()), float(len(lengths)))
+    sum_of_squares = sum(float((block.astype(np.float64) ** 2).sum()) for block in row_blocks(lengths))
+    sums = (float(lengths.sum()), sum_of_squares, float(len(lengths)))
     tokens, sum_sq, num_sequences = (max(round(value / num_microbatches), 1) for value in sums)
     return TokenLoad(tokens, sum_sq, int(lengths.max()), num_sequences)
 

@@ -3,10 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import asdict
 
-import numpy as np
-
 from mmtrain.balance import SampleLengths
-from mmtrain.balance.grouping.methods import unit_tokens
+from mmtrain.balance.batch_meta import mean_tokens
+from mmtrain.balance.grouping.methods import units_of
 from mmtrain.costs import TokenLoad
 from mmtrain.planning.artifact.layout import Layout
 from mmtrain.planning.artifact.plan import Alternative, LargestMicrobatch, Plan, PlannedData
@@ -72,9 +71,7 @@ def summarize_data(lengths: SampleLengths, largest_load: Mapping[str, TokenLoad]
 
 def _mean_tokens(lengths: SampleLengths) -> dict[str, float]:
     """Return the mean tokens of a sample, by unit that processes them."""
-    units, tokens = unit_tokens(lengths)
-    means = np.average(tokens, axis=0, weights=lengths.uses).round(2).tolist()
-    return dict(zip(units, means, strict=True))
+    return dict(zip(units_of(lengths), mean_tokens(lengths).round(2).tolist(), strict=True))
 
 
 def describe_data_drift(plan: Plan, lengths: SampleLengths) -> str:

@@ -11,9 +11,11 @@ import numpy as np
 
 from mmtrain.balance import BatchMeta, Grouping, IntArray, SampleLengths, StepTargets, assign
 from mmtrain.balance.assign import COST_PER_TOKEN, NO_TARGETS
+from mmtrain.balance.batch_meta import SampleTokens, mean_tokens
 from mmtrain.balance.dispatch.dispatch_samples import dispatch_samples
 from mmtrain.balance.dispatch.phase_loads import stream_groups_of
-from mmtrain.balance.grouping.methods import arrange_window, group_window, grouping_sizes, unit_tokens
+from mmtrain.balance.grouping.groups_per_step import draw_samples
+from mmtrain.balance.grouping.methods import arrange_window, group_window, grouping_sizes
 from mmtrain.balance.grouping.pack_groups import GroupingSizes
 from mmtrain.balance.grouping.padding import pad_microbatches
 from mmtrain.balance.matched.regroup_step import match_step
@@ -96,19 +98,19 @@ def sample_batches(
     if len(lengths) == 0:
         raise PlanError("data.sources: no usable sample, so there is nothing to plan for")
     num_batches, global_batch = budget.num_batches, grouping.global_batch
-    samples_per_group = grouping.seq_len / max(float(np.average(lengths.tokens, weights=lengths.uses)), 1.0)
+    samples_per_group = grouping.seq_len / max(float(mean_tokens(lengths)[0]), 1.0)
     num_needed = int(np.ceil(budget.sample_surplus_ratio * num_batches * global_batch * samples_per_group))
     num_samples = max(num_needed, min(budget.min_samples_to_group, grouping.window))
     rng = np.random.default_rng(seed)
     sizes = grouping_sizes(lengths, grouping)
-    order = _draw_samples(lengths, num_samples, rng)
+    order = draw_samples(lengths, num_samples, rng)
     groups = arrange_window(sizes, group_window(sizes, order, grouping, rng), grouping, 0, rng, by_chance=True)
     num_steps = max(num_batches, len(groups) // global_batch)
     steps = [
         [groups[i % len(groups)] for i in range(step * global_batch, (step + 1) * global_batch)]
         for step in range(num_steps)
     ]
-    work = unit_tokens(lengths)[1].sum(axis=1)
+    work = SampleTokens(lengths)
     steps.sort(key=lambda step: int(work[np.concatenate(step)].sum()))
     middles = [(2 * part + 1) * num_steps // (2 * num_batches) for part in range(num_batches)]
     chosen = [steps[middle] for middle in middles]
@@ -130,14 +132,6 @@ def _match(groups: list[IntArray], sizes: GroupingSizes, grouping: Grouping) -> 
     tokens = sizes.tokens[np.concatenate(groups)]
     loads = (tokens @ sizes.load_matrix.T).astype(np.int64)
     return match_step(groups, tokens, sizes.budgets, loads, sizes.weights, grouping.row_size)
-
-
-def _draw_samples(lengths: SampleLengths, num_samples: int, rng: np.random.Generator) -> IntArray:
-    """Draw at most `num_samples` samples as often as training uses them: each once, or by the shares of sources."""
-    if lengths.uses is None:
-        return rng.permutation(len(lengths))[:num_samples].astype(np.int64)
-    draws = rng.choice(len(lengths), num_samples, p=lengths.uses / lengths.uses.sum())
-    return draws.astype(np.int64)
 
 
 class UnitSplit(NamedTuple):

@@ -187,7 +187,7 @@ class QuestionAnswerer:
 
     def _answer_limits(self, numbers: Sequence[int], lengths: SampleLengths) -> dict[int, int]:
         """Return the most tokens of the answer to each question; `lengths` are those of their prompts."""
-        longest_answer = max((self._index.lengths.tokens - lengths.tokens)[numbers], default=0)
+        longest_answer = max(self._index.lengths.tokens[numbers] - lengths.tokens[numbers], default=0)
         usual = ANSWER_MARGIN_TOKENS + int(longest_answer)
         limits = {}
         for number in numbers:
@@ -288,7 +288,7 @@ def prompt_lengths(index: DataIndex, tokenizer: SampleTokenizer, questions: Sequ
             of_media = [total_features(of_medium) for of_medium in index.media_features(number)[modality]]
             num_media = int(np.sum(np.cumsum(of_media) <= num_features))
             in_prompt[of_sample] = np.cumsum(index.item_parts[unit][of_sample] == 0) <= num_media
-        first = np.concatenate([[0], np.cumsum(in_prompt)])[table.first]
+        first = np.concatenate([[0], np.cumsum(in_prompt)])[np.asarray(table.first)]
         columns = (table.rows, table.cols, table.tokens, table.features)
         items[unit] = ItemLengths(first, *(column[in_prompt] for column in columns))
     return SampleLengths(tokens, np.zeros_like(tokens), items)

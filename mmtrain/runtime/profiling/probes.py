@@ -11,6 +11,9 @@ import torch
 from torch import Tensor
 
 from mmtrain.balance import SampleLengths
+from mmtrain.balance.batch_meta import SampleTokens
+from mmtrain.balance.columns import Lengths
+from mmtrain.balance.step_targets import LLM
 from mmtrain.costs import TokenLoad
 from mmtrain.data.media.target_images import drawing_sizes
 from mmtrain.models.attention import Spans
@@ -26,6 +29,7 @@ from mmtrain.recipe.settings.modalities import GENERATOR
 from mmtrain.recipe.settings.schema import Recipe
 from mmtrain.recipe.settings.vision_settings import VisionSettings
 
+MAX_SIZES = 1 << 20  # of samples or items that probes are drawn from
 NUM_FITTED_LOADS = 5  # numbers of tokens, each twice the one before
 MAX_GENERATOR_LOAD_FACTOR = 4.0  # largest load / mean: groups of random samples hardly hold more images
 HELD_OUT_LOAD_SHARES = (0.37, 0.74)  # of the largest load; between the fitted ones
@@ -168,12 +172,13 @@ def _largest_load(recipe: Recipe, unit: UnitShape, lengths: SampleLengths | None
         num_cells = max(rows * cols for rows, cols in ITEM_SIZES[GENERATOR].synthetic(generator, recipe.data))
         return max(1, seq_len // (2 * generator.context_tokens)) * num_cells
     items = lengths.items[unit.name]
-    ends = np.concatenate([[0], np.cumsum(items.tokens)])[items.first]
-    drawn_tokens = np.diff(ends)  # of each sample
-    densest_first = np.argsort(-drawn_tokens / np.maximum(lengths.tokens, 1), kind="stable")
-    fits = np.cumsum(lengths.tokens[densest_first]) <= seq_len
+    samples = np.arange(len(lengths))[_evenly_spaced(lengths.tokens)]
+    column = [LLM, *sorted(lengths.items)].index(unit.name)
+    tokens, drawn_tokens = SampleTokens(lengths)[samples][:, [0, column]].T
+    densest_first = np.argsort(-drawn_tokens / np.maximum(tokens, 1), kind="stable")
+    fits = np.cumsum(tokens[densest_first]) <= seq_len
     of_densest_group = int(drawn_tokens[densest_first][fits].sum())
-    of_mean_group = int(drawn_tokens.sum()) * seq_len / max(1, int(lengths.tokens.sum()))
+    of_mean_group = int(items.tokens.sum()) * seq_len / max(1, int(lengths.tokens.sum()))
     return max(int(items.tokens.max()), min(of_densest_group, round(MAX_GENERATOR_LOAD_FACTOR * of_mean_group)))
 
 
@@ -231,13 +236,20 @@ def _sizes_in_data(recipe: Recipe, unit: UnitShape, lengths: SampleLengths | Non
     if lengths is None:
         return []
     if unit.kind == "llm":
-        return [n for n in lengths.tokens.tolist() if n]
+        return [n for n in lengths.tokens[_evenly_spaced(lengths.tokens)].tolist() if n]
     items = lengths.items.get(unit.name)
     if items is None:
         return []
     settings, modality = _item_settings(recipe, unit)
     nearest = ITEM_SIZES[modality].nearest
-    return [nearest(settings, size) for size in zip(items.rows.tolist(), items.cols.tolist(), strict=True)]
+    spaced = _evenly_spaced(items.rows)
+    sizes = zip(items.rows[spaced].tolist(), items.cols[spaced].tolist(), strict=True)
+    return [nearest(settings, size) for size in sizes]
+
+
+def _evenly_spaced(lengths: Lengths) -> slice:
+    """Return the rows to draw sizes from: all, or of many at least half of `MAX_SIZES`."""
+    return slice(None, None, max(1, -(-len(lengths) // MAX_SIZES)))
 
 
 def _synthetic_sizes(recipe: Recipe, unit: UnitShape) -> list[Size]:

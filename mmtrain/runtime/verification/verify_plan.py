@@ -37,6 +37,7 @@ HEAD_DIM = 8
 LLM_WIDTH_PER_RANK = 16
 MIN_LLM_WIDTH = 32
 VOCAB = 150  # not a multiple of what the vocabulary is padded to
+MAX_CANDIDATES = 1 << 20  # samples among which short ones are looked for
 NUM_DISTINCT_SAMPLES = 24  # one process computes each of them once a step, however often they occur
 MAX_LOSS_ERROR = 1e-5  # relative
 # Adam's steps are near the sign of a gradient, so that rounding errors of tiny ones would grow to whole steps. With a
@@ -170,14 +171,21 @@ def draw_groups(lengths: SampleLengths, num_groups: int, step: int) -> list[np.n
     """Draw one or two samples for each group of a step, from a few short ones that differ in their items.
 
     The shortest samples of every kind, that is with equal numbers of items of each encoder, are taken in turn. All of
-    them occur if the groups have room.
+    them occur if the groups have room. Of a large dataset, `MAX_CANDIDATES` evenly spaced samples are looked at.
     """
+    samples = np.arange(0, len(lengths), -(-len(lengths) // MAX_CANDIDATES) or 1)
+    tokens = lengths.tokens[samples]
     counts = np.stack(
-        [np.zeros_like(lengths.tokens), *(np.diff(items.first) for items in lengths.items.values())], axis=1
+        [
+            np.zeros_like(tokens),
+            *(items.first[samples + 1] - items.first[samples] for items in lengths.items.values()),
+        ],
+        axis=1,
     )
     kinds: dict[tuple[int, ...], list[int]] = {}
-    for sample in np.argsort(lengths.tokens, kind="stable").tolist():
-        kind = tuple(np.minimum(counts[sample], 3).tolist())
+    for row in np.argsort(tokens, kind="stable").tolist():
+        sample = int(samples[row])
+        kind = tuple(np.minimum(counts[row], 3).tolist())
         if lengths.targets[sample] and len(kinds.setdefault(kind, [])) < NUM_DISTINCT_SAMPLES:
             kinds[kind].append(sample)
     in_turn = [samples[i] for i in range(NUM_DISTINCT_SAMPLES) for samples in kinds.values() if i < len(samples)]
