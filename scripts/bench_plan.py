@@ -3,14 +3,13 @@
     python -m scripts.bench_plan                    # all but the measured part; processor seconds, one core
     python -m scripts.bench_plan --only exact       # or: larger, milp; --first 5 --instances 5 for some of them
     python -m scripts.bench_plan --only sizes       # seconds of the command by number of GPUs
+    python -m scripts.bench_plan --only recipes     # its seconds and peak memory on every shipped recipe; --recipe NAME
     python -m scripts.bench_plan --only measured    # runs plans of three tiny models on two ranks here, for minutes
 
 `exact`, `larger` and `milp` need the tools of the tests, so run it from the root of a checkout.
 """
 
 import math
-import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -19,7 +18,8 @@ from pathlib import Path
 
 from mmtrain.planning import Plan
 from mmtrain.planning.space.candidate import EQUAL_STEP_TIME_RATIO
-from scripts.measurements import Report, arguments, children_s, set_options, start
+from mmtrain.recipe import load_recipe
+from scripts.measurements import ChildRun, Report, arguments, run_child, set_options, start
 from scripts.whatif_problems import WHAT_IF_FOLDER
 from tests.planning.exhaustive import (
     Instance,
@@ -45,15 +45,18 @@ SIZES = (
     (256, 256, None),
     (1024, 1024, None),
 )
+RECIPE_FOLDER = WHAT_IF_FOLDER.parent
+SHIPPED_RECIPES = sorted(RECIPE_FOLDER.rglob("*.yaml"))
 CLOSE = 1.01  # of the best: how far the search may be behind where it does not try everything
 
 
 def main() -> None:
     """Print the parts named by `--only`, or all but the measured one."""
     parser = arguments(__doc__)
-    parser.add_argument("--only", choices=("exact", "larger", "milp", "sizes", "measured"))
+    parser.add_argument("--only", choices=("exact", "larger", "milp", "sizes", "recipes", "measured"))
     parser.add_argument("--first", type=int, default=0, help="number of the first random instance")
     parser.add_argument("--instances", type=int, help="random instances: of `exact` 200, of `larger` 20")
+    parser.add_argument("--recipe", default="", help="of `recipes`: those whose path holds this, like `whatif/papers`")
     parser.add_argument("--model", help="of `measured`, this one alone, like `audio + llm`")
     parser.add_argument("--rounds", type=int, default=15, help="of `measured`: steps of each plan")
     parser.add_argument("--costs", type=Path, default=Path("cpu-core"), help="of `measured`: the table to plan by")
@@ -67,6 +70,7 @@ def main() -> None:
         "larger": lambda: larger(report, range(first, first + (options.instances or 20))),
         "milp": lambda: against_milp(report),
         "sizes": lambda: sizes(report),
+        "recipes": lambda: recipes(report, options.recipe),
     }
     if options.only == "measured":
         from scripts.bench_ranking import ranking  # imports torch
@@ -161,21 +165,42 @@ def sizes(report: Report) -> None:
 
 def _write_row(report: Report, name: str, options: list[str], normal_s: float) -> float | None:
     """Plan once and write the row; return its processor seconds if it is the first, which others are compared with."""
+    used, found = _plan(options)
+    ratio = f"{used.processor_s / normal_s:.1f}" if normal_s else "1"
+    report.row(name, f"{used.processor_s:.1f}", f"{used.clock_s:.0f}", ratio, *found)
+    return None if normal_s else used.processor_s
+
+
+def recipes(report: Report, part_of_path: str) -> None:
+    """Print what planning each shipped recipe takes; those whose data is missing here are left out.
+
+    The first row is the least that any plan takes: imports and a tiny model.
+    """
+    report.table("recipe", "processor s", "peak GB", "plan", "predicted step")
+    for path in SHIPPED_RECIPES:
+        name = str(path.relative_to(RECIPE_FOLDER))
+        if part_of_path not in name or not _has_data(path):
+            continue
+        used, found = _plan([str(path)])
+        report.row(name, f"{used.processor_s:.1f}", f"{used.peak_bytes / 1e9:.2f}", *found)
+
+
+def _has_data(path: Path) -> bool:
+    sources = load_recipe(path).recipe.data.sources
+    return all(Path(str(source.path)).exists() for source in sources)
+
+
+def _plan(options: list[str]) -> tuple[ChildRun, list[str]]:
+    """Run `mmtrain plan`; return what it used, and what it found, in words."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "plan.json"
-        command = [sys.executable, "-m", "mmtrain", "plan", *options, "--out", str(path)]
-        used, start_s = children_s(), time.perf_counter()
-        done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, check=False)
-        seconds, clock_s = children_s() - used, time.perf_counter() - start_s
-        found = ["none fits", ""]
-        if done.returncode == 0:
-            chosen = Plan.model_validate_json(path.read_text(encoding="utf-8"))
-            llm, step_s = chosen.units["llm"], chosen.predicted.step_time_s
-            mesh = f"{chosen.placement}, LLM tp{llm.tp} pp{llm.pp} vpp{llm.vpp} dp{llm.dp}"
-            found = [mesh, f"{step_s:.2f} s"]
-    ratio = f"{seconds / normal_s:.1f}" if normal_s else "1"
-    report.row(name, f"{seconds:.1f}", f"{clock_s:.0f}", ratio, *found)
-    return None if normal_s else seconds
+        used = run_child([sys.executable, "-m", "mmtrain", "plan", *options, "--out", str(path)])
+        if used.exit_code != 0:
+            return used, ["none fits", ""]
+        chosen = Plan.model_validate_json(path.read_text(encoding="utf-8"))
+    llm, step_s = chosen.units["llm"], chosen.predicted.step_time_s
+    mesh = f"{chosen.placement}, LLM tp{llm.tp} pp{llm.pp} vpp{llm.vpp} dp{llm.dp}"
+    return used, [mesh, f"{step_s:.2f} s"]
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import os
 import platform
 import resource
 import shlex
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+KIB = 1024  # bytes in which Linux counts resident memory
 LOG_FOLDER = Path(__file__).resolve().parents[1] / "docs" / "measurements"
 T = TypeVar("T")
 
@@ -118,6 +120,27 @@ def children_s() -> float:
     """Return the processor seconds of all child processes that have ended, and of their children."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
+
+
+@dataclass(frozen=True)
+class ChildRun:
+    """What a child process used until it ended."""
+
+    exit_code: int
+    processor_s: float
+    clock_s: float
+    peak_bytes: int  # of its resident memory
+
+
+def run_child(command: Sequence[str]) -> ChildRun:
+    """Run a command on one core, without its output; return what it used."""
+    start_s = time.perf_counter()
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        _, status, used = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    clock_s = time.perf_counter() - start_s
+    return ChildRun(process.returncode, used.ru_utime + used.ru_stime, clock_s, used.ru_maxrss * KIB)
 
 
 def set_options(settings: Iterable[str]) -> list[str]:

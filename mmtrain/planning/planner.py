@@ -97,9 +97,10 @@ def _with_activations_again(evaluator: Evaluator, results: SearchResults) -> tup
         return evaluator, results
     evaluator.problem.request.say("trying activation functions that run again")
     limit_s = results.fastest_s / AS_FAST_RATIO
-    if not has_faster_plan(again, limit_s):
+    loads = evaluator.layer_costs.loads
+    if not has_faster_plan(again, loads, limit_s):
         return evaluator, results
-    faster_evaluator = next(variants_of(again, evaluator.budget))
+    faster_evaluator = next(variants_of(again, evaluator.budget, loads))
     faster = run_strategies(faster_evaluator)
     return (faster_evaluator, faster) if faster.fastest_s <= limit_s else (evaluator, results)
 

@@ -58,7 +58,7 @@ def with_text_only(plan: Plan, recipe: Recipe, lengths: SampleLengths) -> Plan:
         evaluator, results = search_placements(problem, QUICK_BUDGET)
     except UserError:  # patterns or sizes that need an encoder, or nothing fits
         return plan
-    tokens_per_s = evaluator.layer_costs.tokens() / results.fastest_s / plan.world_size
+    tokens_per_s = evaluator.layer_costs.loads.tokens() / results.fastest_s / plan.world_size
     predicted = plan.predicted.model_copy(update={"text_only_tokens_per_s_per_gpu": tokens_per_s})
     return plan.model_copy(update={"predicted": predicted})
 
@@ -115,7 +115,7 @@ def _gain(recipe: Recipe, lengths: SampleLengths, plan: Plan, num_ranks: int) ->
         if not problem.cluster.rank_counts:
             return 0.0
         layer_costs = LayerCosts(problem, budget=QUICK_BUDGET)
-        tokens = layer_costs.tokens()
+        tokens = layer_costs.loads.tokens()
         request = replace(problem.request, max_step_s=tokens / tokens_per_s / MIN_GAIN)
         split_costs = with_token_splits(problem, layer_costs)
         evaluator = Evaluator(replace(problem, request=request), QUICK_BUDGET, split_costs)

@@ -105,7 +105,7 @@ def test_ranks_are_in_proportion_to_flops(world_size: int) -> None:
     undivided = tuple(UnitSplit(unit, 1, 8) for unit in choices)
     flops = {}
     for unit in choices:
-        loads = [evaluator.layer_costs.microbatch_loads(unit, undivided).total(batch) for batch in range(3)]
+        loads = [evaluator.layer_costs.loads.of_unit(unit, undivided).total(batch) for batch in range(3)]
         flops[unit] = sum(model_flops(evaluator.problem.shape, {unit: load}) for load in loads)
     share = world_size * flops["vision"] / sum(flops.values())
     ranks = {name: len(unit.ranks) for name, unit in baseline.layout.units.items()}

@@ -105,7 +105,7 @@ def test_planned_orders_pass_the_checker_and_are_evaluated_as_they_run(
                     program,
                     SampledBatchTiming(model_timing(graph, layer_costs, loads, MACHINE), seconds, batch, layer_costs),
                 ).step_time_s
-                for batch, loads in enumerate(layer_costs.step_loads(batch_split_of(graph)))
+                for batch, loads in enumerate(layer_costs.loads.of_step(batch_split_of(graph)))
             ]
             if graph.num_groups == 1:
                 assert planned.step_time_s == pytest.approx(sum(times) / len(times))

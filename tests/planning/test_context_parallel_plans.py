@@ -74,8 +74,8 @@ def assignment_of(evaluator: Evaluator, cp: int, pp: int = 1, dp: int = 1) -> Me
 def test_the_parts_of_a_microbatch_are_the_whole() -> None:
     evaluator = evaluated(long_recipe())
     costs = evaluator.layer_costs
-    whole = costs.microbatch_loads(LLM, assignment_of(evaluator, cp=1).batch_split)
-    parts = costs.microbatch_loads(LLM, assignment_of(evaluator, cp=4).batch_split)
+    whole = costs.loads.of_unit(LLM, assignment_of(evaluator, cp=1).batch_split)
+    parts = costs.loads.of_unit(LLM, assignment_of(evaluator, cp=4).batch_split)
     assert parts.tokens.shape[1] == 4
     np.testing.assert_array_equal(parts.tokens.sum(axis=1), whole.tokens.sum(axis=1))
     np.testing.assert_allclose(parts.sum_sq.sum(axis=1), whole.sum_sq.sum(axis=1), rtol=1e-4)
@@ -109,7 +109,7 @@ def test_the_timing_of_a_plan_is_that_of_the_search() -> None:
     layout = partitioned_layout(assignment, layer_costs, partition)
     graph = scheduled_graph(layout, layout.default_schedule, layer_costs)
     seconds = layer_costs.stage_seconds(graph)
-    loads = layer_costs.step_loads(assignment.batch_split)[0]
+    loads = layer_costs.loads.of_step(assignment.batch_split)[0]
     timing = model_timing(graph, layer_costs, loads, evaluator.problem.hardware)
     [stage] = [stage.id for stage in graph.stages if stage.id.unit == LLM]
     for index in range(4):

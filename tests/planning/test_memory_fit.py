@@ -19,9 +19,9 @@ SURPLUS = DEFAULT_BUDGET.sampling.unsampled_load_ratio
 
 def test_memory_is_planned_for_more_than_the_sampled_batches_show() -> None:
     layer_costs = factory.evaluator_for(factory.recipe(seq_len=384)).layer_costs
-    sampled = [(mb.unit, load) for loads in layer_costs.step_loads(SPLIT) for mb, load in loads.loads.items()]
+    sampled = [(mb.unit, load) for loads in layer_costs.loads.of_step(SPLIT) for mb, load in loads.loads.items()]
     images = max((load for unit, load in sampled if unit == "vision"), key=lambda load: load.tokens)
-    largest = layer_costs.largest_load("vision", SPLIT)
+    largest = layer_costs.loads.largest("vision", SPLIT)
     assert largest.tokens == round(SURPLUS * images.tokens)
     assert largest.sum_sq == round(SURPLUS**2 * images.sum_sq)
     assert largest.num_sequences == images.num_sequences
@@ -30,8 +30,10 @@ def test_memory_is_planned_for_more_than_the_sampled_batches_show() -> None:
 @pytest.mark.parametrize("seq_len", [384, 4096])
 def test_a_text_is_never_longer_than_a_sequence_may_be(seq_len: int) -> None:
     layer_costs = factory.evaluator_for(factory.recipe(seq_len=seq_len)).layer_costs
-    sampled = [load for loads in layer_costs.step_loads(SPLIT) for mb, load in loads.loads.items() if mb.unit == "llm"]
-    largest = layer_costs.largest_load("llm", SPLIT)
+    sampled = [
+        load for loads in layer_costs.loads.of_step(SPLIT) for mb, load in loads.loads.items() if mb.unit == "llm"
+    ]
+    largest = layer_costs.loads.largest("llm", SPLIT)
     assert largest.tokens == min(seq_len, round(SURPLUS * max(load.tokens for load in sampled)))
     assert largest.num_sequences > 1
 
@@ -41,7 +43,7 @@ def test_the_longest_sample_may_come_alone() -> None:
     lengths = problem.batches.lengths
     long = replace(lengths, tokens=np.append(lengths.tokens[:-1], 9000).astype(np.int64))
     layer_costs = LayerCosts(replace(problem, batches=replace(problem.batches, lengths=long), seq_len=8192))
-    largest = layer_costs.largest_load("llm", SPLIT)
+    largest = layer_costs.loads.largest("llm", SPLIT)
     assert (largest.tokens, largest.num_sequences, largest.sum_sq) == (8192, 1, 8192**2)
 
 

@@ -240,7 +240,7 @@ def test_one_rank_stands_for_all_in_the_simulation(dispatch: str, schedule: str)
     evaluator = Evaluator(problem)
     [candidate] = ReplicatedStrategy().search(evaluator, None).candidates
     graph, layer_costs = candidate.graph, evaluator.layer_costs
-    loads = layer_costs.step_loads(batch_split_of(graph))[0]
+    loads = layer_costs.loads.of_step(batch_split_of(graph))[0]
     timing = model_timing(graph, layer_costs, loads, problem.hardware)
     assert candidate.schedule.kind == schedule
     program = build_program(graph, kind=candidate.schedule.kind)
@@ -497,7 +497,7 @@ def test_whole_weights_are_planned_by_name(dispatch: str, schedule: str) -> None
     layer_costs = Evaluator(problem).layer_costs
     timings = [
         model_timing(graph, layer_costs, loads, problem.hardware)
-        for loads in layer_costs.step_loads(batch_split_of(graph))
+        for loads in layer_costs.loads.of_step(batch_split_of(graph))
     ]
     program = build_program(graph, kind=schedule)
     steps = [simulate(program, timing, graph.num_groups, timing.waits).step_time_s for timing in timings]

@@ -27,7 +27,6 @@ from mmtrain.planning.layer_costs.layer_partition import LayerChain, is_partitio
 from mmtrain.planning.layer_costs.min_max_partition import FloatArray, min_max_partition
 from mmtrain.planning.search.mesh_enumeration import assignments_near_shares
 from mmtrain.planning.space.candidate import Candidate, MeshAssignment, Rejected
-from mmtrain.planning.space.sample_batches import UnitSplit
 from mmtrain.program.ir.graph import LLM
 
 FLOPS_BASELINE = "flops"
@@ -302,10 +301,9 @@ class BaselinePlanner:
     def _rank_shares(self, world_size: int) -> dict[str, float]:
         """Return by unit the ranks in proportion to its FLOPs on the sampled batches."""
         problem, layer_costs = self.evaluator.problem, self.evaluator.layer_costs
-        undivided = tuple(UnitSplit(unit, 1, problem.batches.global_batch) for unit in problem.choices)
         flops: dict[str, float] = {}
         for unit in problem.choices:
-            loads = layer_costs.microbatch_loads(unit, undivided)
+            loads = layer_costs.loads.of_unit(unit, layer_costs.loads.undivided)
             totals = (loads.total(batch) for batch in range(len(problem.batches.groups)))
             flops[unit] = sum(model_flops(problem.shape, {unit: total}) for total in totals)
         return {unit: world_size * unit_flops / sum(flops.values()) for unit, unit_flops in flops.items()}

@@ -97,7 +97,7 @@ def predict(chosen: Candidate, evaluator: Evaluator) -> Prediction:
     return Prediction(
         step_time_s=chosen.step_time_s,
         mfu=flops / (rank_seconds * machine.peak_flops(layer_costs.precision)),
-        tokens_per_s_per_gpu=layer_costs.tokens() / rank_seconds,
+        tokens_per_s_per_gpu=layer_costs.loads.tokens() / rank_seconds,
         peak_memory_gib={ranks: round(held.total / GIB, 4) for ranks, held in memory.items()},
         memory_kinds_gib=kinds_gib,
         host_gib={
@@ -205,7 +205,7 @@ def stage_balance(candidate: Candidate, evaluator: Evaluator) -> StageBalance:
         sent_gib=round(_sent_bytes(graph, layer_costs) / GIB, 6),
         memory_left_gib=left_gib,
         gpu_days_per_million_samples=round(gpu_seconds * 1e6 / SECONDS_PER_DAY, 4),
-        phases=layer_costs.phase_loads(batch_split_of(graph)) if dispatches else None,
+        phases=layer_costs.loads.of_phases(batch_split_of(graph)) if dispatches else None,
         dispatch_s=candidate.bubbles["dispatch"] * candidate.step_time_s if dispatches else None,
         shared=_shared_sequences(graph, layer_costs),
     )
@@ -247,7 +247,7 @@ def _sent_bytes(graph: StageGraph, layer_costs: LayerCosts) -> float:
             elements += _feature_elements(edge, split, layer_costs)
         else:
             entered = layer_costs.shape.unit(edge.dst.unit).layers[receiver.layers[0]]
-            totals = (layer_costs.microbatch_loads(edge.src.unit, split).total(batch) for batch in range(num_batches))
+            totals = (layer_costs.loads.of_unit(edge.src.unit, split).total(batch) for batch in range(num_batches))
             elements += sum(entered.input_elements(total.tokens, total.num_sequences) for total in totals)
     return elements / num_batches * ELEMENT_BYTES[layer_costs.precision]
 
@@ -257,7 +257,7 @@ def _shared_sequences(graph: StageGraph, layer_costs: LayerCosts) -> SharedSeque
     mesh = graph.mesh(LLM)
     if mesh.cp == 1:
         return None
-    batches = layer_costs.lay_out(batch_split_of(graph))
+    batches = layer_costs.loads.lay_out(batch_split_of(graph))
     splits = [split for batch in batches for split in split_microbatches(mesh, batch).values()]
     num_cut, num_sequences, cut_tokens, num_tokens = np.array(
         [(len(split.cut), len(split.lengths), sum(split.num_cut_tokens), sum(split.num_tokens)) for split in splits]
@@ -272,8 +272,8 @@ def _shared_sequences(graph: StageGraph, layer_costs: LayerCosts) -> SharedSeque
 def _feature_elements(edge: Edge, split: BatchSplit, layer_costs: LayerCosts) -> int:
     """Return the elements of the features that flow along an edge between units in all sampled batches."""
     src, dst = edge.src.unit, edge.dst.unit
-    routes = (loads.routes[src, dst] for loads in layer_costs.step_loads(split))
-    rows = sum(int(spans[:, 2].sum()) for route in routes for spans in route.spans.values())
+    unit = dst if src == LLM else src
+    rows = sum(int(batch.items[unit].features.sum()) for batch in layer_costs.loads.lay_out(split))
     return rows * layer_costs.shape.edge(src, dst).width
 
 

@@ -245,7 +245,6 @@ def _enumerate(evaluator: Evaluator, num_ranks: int, bound: "_StepBound") -> Ite
                 meshes = {unit.name: llm if unit.name == LLM else others[unit.name] for unit in layer_costs.shape.units}
                 split = layer_costs.batch_split({unit: mesh.dp for unit, mesh in meshes.items()})
                 assignment = MeshAssignment("colocated", meshes, num_microbatches_of(split))
-                bound.add(assignment)
                 yield evaluator.enumerated(assignment).bounded(bound.llm_seconds(assignment))
 
 
@@ -258,30 +257,26 @@ def _with_chunks(mesh: MeshSize, unit: UnitChoices, open_vpp: tuple[int, ...]) -
 
 @dataclass
 class _StepBound:
-    """The least seconds of a colocated step, for mean microbatches and without messages."""
+    """The least seconds of a colocated step, for even microbatches and without messages.
+
+    All of it follows from what the sampled batches hold in total: there are thousands of meshes, and to lay the batches
+    out for each takes far longer than the few layouts that are simulated.
+    """
 
     layer_costs: LayerCosts
-    # Rank-seconds of another unit's work over all replicas, by unit, tp and microbatches. Taken from the first such
-    # mesh: how items are divided over replicas hardly changes it.
+    # Seconds of another unit's work in a step outside collectives, if one TP group did all of it; by unit, tp and the
+    # microbatches of all its replicas.
     other_work: dict[tuple[str, int, int], float] = field(default_factory=dict)
-    llm_compute_shares: dict[int, float] = field(default_factory=dict)  # by tp, of the first such mesh
-    first_with_unit: dict[tuple[str, int, int], MeshAssignment] = field(default_factory=dict)
-    first_with_llm: dict[int, MeshAssignment] = field(default_factory=dict)
-
-    def add(self, assignment: MeshAssignment) -> None:
-        """Remember an assignment as the first of its kind if it is; what that takes is worked out when asked for."""
-        for unit, mesh in assignment.meshes.items():
-            if unit == LLM:
-                self.first_with_llm.setdefault(mesh.tp, assignment)
-            else:
-                key = (unit, mesh.tp, assignment.num_microbatches[unit])
-                self.first_with_unit.setdefault(key, assignment)
+    llm_compute_shares: dict[int, float] = field(default_factory=dict)  # by tp
 
     def seconds(self, assignment: MeshAssignment) -> float:
         """Return the seconds of the LLM's pipeline alone, or of one rank's share of all work if that is more."""
         others = {unit: mesh for unit, mesh in assignment.meshes.items() if unit != LLM}
         llm_rank_s = self._llm_rank_seconds(assignment) * self.llm_compute_share(assignment)
-        other_rank_s = sum(self._other_work(unit, mesh, assignment) / mesh.ranks for unit, mesh in others.items())
+        other_rank_s = sum(
+            self._other_work(unit, mesh.tp, mesh.dp * assignment.num_microbatches[unit]) / (mesh.pp * mesh.dp)
+            for unit, mesh in others.items()
+        )
         return float(max(self.llm_seconds(assignment), llm_rank_s + other_rank_s))
 
     def llm_seconds(self, assignment: MeshAssignment) -> float:
@@ -292,25 +287,23 @@ class _StepBound:
     def _llm_rank_seconds(self, assignment: MeshAssignment) -> float:
         """Return the seconds of one rank's share of the LLM's work."""
         llm, num_llm = assignment.meshes[LLM], assignment.num_microbatches[LLM]
-        times = self.layer_costs.unit_times(LLM, llm.tp, assignment.batch_split)
+        times = self.layer_costs.unit_times(LLM, llm.tp, self.layer_costs.loads.undivided)
         return float(times.mean[:, [FORWARD, BACKWARD]].sum() / llm.pp * num_llm)
 
-    def _other_work(self, unit: str, mesh: MeshSize, assignment: MeshAssignment) -> float:
-        key = (unit, mesh.tp, assignment.num_microbatches[unit])
+    def _other_work(self, unit: str, tp: int, num_microbatches: int) -> float:
+        key = (unit, tp, num_microbatches)
         if key not in self.other_work:
-            first = self.first_with_unit.setdefault(key, assignment)
-            split, mesh = first.batch_split, first.meshes[unit]
-            share = compute_share(self.layer_costs, unit, mesh.tp, split)
-            microbatch_s = float(self.layer_costs.unit_costs(unit, mesh.tp, split).seconds.sum())
-            self.other_work[key] = microbatch_s / mesh.pp * first.num_microbatches[unit] * mesh.ranks * share
+            num_filled, load = self.layer_costs.loads.even_microbatches(unit, num_microbatches)
+            share = compute_share(self.layer_costs, unit, tp, load)
+            self.other_work[key] = num_filled * self.layer_costs.seconds_of(unit, tp, load) * share
         return self.other_work[key]
 
     def llm_compute_share(self, assignment: MeshAssignment) -> float:
         """Return the share of the LLM's passes in which its rank cannot compute anything else."""
         tp = assignment.meshes[LLM].tp
         if tp not in self.llm_compute_shares:
-            first = self.first_with_llm.setdefault(tp, assignment)
-            self.llm_compute_shares[tp] = compute_share(self.layer_costs, LLM, tp, first.batch_split)
+            load = self.layer_costs.loads.of_unit(LLM, self.layer_costs.loads.undivided).mean()
+            self.llm_compute_shares[tp] = compute_share(self.layer_costs, LLM, tp, load)
         return self.llm_compute_shares[tp]
 
 
@@ -382,7 +375,11 @@ def _least_seconds_of_busiest_rank(graph: StageGraph, layer_costs: LayerCosts) -
     Pieces of other layers may run in the gaps that collectives leave inside layers, so those do not count.
     """
     split = batch_split_of(graph)
-    shares = (compute_share(layer_costs, mesh.unit, mesh.tp, split) for mesh in graph.meshes if mesh.tp > 1)
+    shares = (
+        compute_share(layer_costs, mesh.unit, mesh.tp, layer_costs.loads.of_unit(mesh.unit, split).mean())
+        for mesh in graph.meshes
+        if mesh.tp > 1
+    )
     _, busiest_s = busiest_rank(graph, layer_costs.stage_seconds(graph))
     return busiest_s * min(shares, default=1.0)
 

@@ -52,7 +52,8 @@ def simulate_llm_alone(graph: StageGraph, layer_costs: LayerCosts, machine: Hard
         for stage, stage_seconds in layer_costs.stage_seconds(graph).items()
         if stage.unit not in graph.encoders
     }
-    model = model_timing(llm_graph, layer_costs, layer_costs.step_loads(batch_split_of(graph))[0], machine)
+    loads = layer_costs.loads.of_group(batch_split_of(graph), 0, 0)
+    model = model_timing(llm_graph, layer_costs, loads, machine)
     program = lower(_order_by_seconds(llm_graph, representative_ranks(llm_graph, model.link_class), seconds))
     return simulate(program, _MeanTiming(model, seconds), 1)
 

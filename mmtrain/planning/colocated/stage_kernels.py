@@ -8,12 +8,12 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from mmtrain.costs import ComputeKind, PieceCost
+from mmtrain.costs import ComputeKind, PieceCost, TokenLoad
 from mmtrain.costs.block_pieces import scale_pieces
 from mmtrain.costs.cost_model import LayerWork
 from mmtrain.planning.colocated.bubbles import KernelSequence
 from mmtrain.planning.layer_costs.layer_costs import BACKWARD, FORWARD, RECOMPUTE, LayerCosts
-from mmtrain.planning.space.sample_batches import BatchSplit, batch_split_of
+from mmtrain.planning.space.sample_batches import batch_split_of
 from mmtrain.program.ir.actions import Direction
 from mmtrain.program.ir.graph import LLM, StageGraph, StageId
 from mmtrain.program.ir.segments import segment_layers
@@ -71,7 +71,7 @@ def segment_costs(layer_costs: LayerCosts, graph: StageGraph, stage: StageId, ki
     node, tp, split = graph.stage(stage), graph.mesh(stage.unit).tp, batch_split_of(graph)
     mean = layer_costs.unit_times(stage.unit, tp, split).mean
     layers, input_grad = layer_costs.shape.unit(stage.unit).layers, layer_costs.input_grad[stage.unit]
-    load = layer_costs.microbatch_loads(stage.unit, split).mean() if node.pieces else None
+    load = layer_costs.loads.of_unit(stage.unit, split).mean() if node.pieces else None
     segments: list[PieceCost] = []
     for i in range(*node.layers):
         total_s = float(mean[i, FORWARD])
@@ -95,9 +95,9 @@ def segment_costs(layer_costs: LayerCosts, graph: StageGraph, stage: StageId, ki
     return tuple(segments if kind == "F" else segments[::-1])
 
 
-def compute_share(layer_costs: LayerCosts, unit: str, tp: int, split: BatchSplit) -> float:
-    """Return the share of a unit's forwards and backwards that is not spent on collectives inside its layers."""
-    load, token_split = layer_costs.microbatch_loads(unit, split).mean(), layer_costs.token_split(unit, tp)
+def compute_share(layer_costs: LayerCosts, unit: str, tp: int, load: TokenLoad) -> float:
+    """Return the share of a unit's passes of such a microbatch that is not spent on collectives inside its layers."""
+    token_split = layer_costs.token_split(unit, tp)
     layers = zip(layer_costs.shape.unit(unit).layers, layer_costs.input_grad[unit], strict=True)
     counted_pieces = [
         (count, piece)

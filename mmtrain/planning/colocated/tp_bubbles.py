@@ -34,8 +34,8 @@ def fill_tp_bubbles(
     fastest_s = min(by_step_time[0].step_time_s, rival_s)
     in_pieces: dict[int, Candidate] = {}
     for candidate in by_step_time:
-        split = candidate.assignment.batch_split
-        llm_compute_share = compute_share(evaluator.layer_costs, LLM, candidate.layout.units[LLM].tp, split)
+        llm_load = evaluator.layer_costs.loads.of_unit(LLM, candidate.assignment.batch_split).mean()
+        llm_compute_share = compute_share(evaluator.layer_costs, LLM, candidate.layout.units[LLM].tp, llm_load)
         without_gaps_s = max(candidate.time_lower_bound_s, candidate.step_time_s * llm_compute_share)
         if llm_compute_share == 1 or without_gaps_s >= fastest_s:
             continue

@@ -55,7 +55,7 @@ class Evaluator:
         self._layer_chains: dict[int, tuple[LayerChain, ...]] = {}  # by id of the candidate
         self._estimators: dict[int | None, StepTimeEstimator] = {}
         self._simulations: dict[tuple[ScheduleKind, StageGraph] | None, Simulation] = {}
-        self._lowered_programs = LoweredPrograms(budget.evaluation.max_kept_programs)
+        self._lowered_programs = LoweredPrograms(budget.evaluation.max_kept_program_actions)
 
     @property
     def memory_bytes(self) -> float:

@@ -1,7 +1,7 @@
 """The simulated step of one layout on the sampled batches."""
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
@@ -21,11 +21,12 @@ from mmtrain.planning.layer_costs.layer_costs import BACKWARD, FORWARD, RECOMPUT
 from mmtrain.planning.layer_costs.layer_partition import layout_graph
 from mmtrain.planning.space.budget import DEFAULT_BUDGET, EvaluationBudget
 from mmtrain.planning.space.candidate import Simulation
+from mmtrain.planning.space.recently_used import RecentlyUsed
 from mmtrain.planning.space.sample_batches import batch_split_of
 from mmtrain.program.ir.actions import Collective, Compute, Direction, Forward, Partial, Send
 from mmtrain.program.ir.graph import Microbatch, StageGraph, StageId
 from mmtrain.program.ir.program import Program
-from mmtrain.program.ir.step_loads import Route, StepLoads
+from mmtrain.program.ir.step_loads import StepLoads
 from mmtrain.program.schedules.builder import build_compute
 from mmtrain.program.schedules.lower import lower
 from mmtrain.program.simulation.rank_equivalence import representative_ranks
@@ -37,7 +38,7 @@ IntArray = npt.NDArray[np.int64]
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
+@dataclass
 class LoweredPrograms:
     """The last few programs by rule, for layouts that differ only in which layers their stages hold or recompute.
 
@@ -45,8 +46,11 @@ class LoweredPrograms:
     neither.
     """
 
-    max_programs: int
-    _programs: dict[Hashable, tuple[Program, Program]] = field(default_factory=dict)
+    max_actions: int
+    _programs: RecentlyUsed[tuple[Program, Program]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._programs = RecentlyUsed(self.max_actions, _num_actions)
 
     def get(
         self, graph: StageGraph, schedule: SchedulePlan, build: Callable[[], tuple[Program, Program]]
@@ -55,12 +59,11 @@ class LoweredPrograms:
         if schedule.order is not None:  # its lines name layers, and no two layouts share an order
             return build()
         stages = tuple(replace(stage, layers=(0, 0), recompute=frozenset()) for stage in graph.stages)
-        key = (schedule.kind, replace(graph, stages=stages))
-        known = self._programs.pop(key, None) or build()
-        self._programs[key] = known  # now the last to go
-        while len(self._programs) > self.max_programs:
-            del self._programs[next(iter(self._programs))]
-        return known
+        return self._programs.get((schedule.kind, replace(graph, stages=stages)), build)
+
+
+def _num_actions(programs: tuple[Program, Program]) -> int:
+    return sum(len(actions) for program in programs for actions in program.actions.values())
 
 
 def simulate_layout(
@@ -202,11 +205,18 @@ def _batch_timings(
     heaviest = np.zeros(len(layer_costs.batches.groups), dtype=np.int64)
     if is_one_group and not graph.is_sharded:
         heaviest = _heaviest_groups(graph, seconds)
-    timings = []
-    for batch, loads in enumerate(layer_costs.step_loads(batch_split_of(graph))):
-        first_replica = _first_replicas(graph, int(heaviest[batch]))
-        group_loads = _loads_of_group(graph, loads, first_replica) if is_one_group else loads
-        model = model_timing(graph, layer_costs, group_loads, machine)
+    split, timings = batch_split_of(graph), []
+    # Replicas of sharded units wait for each other in every layer, and those that dispatch exchange rows with all
+    # others, so there the loads of all of them count.
+    is_group_alone = is_one_group and not (graph.is_sharded or graph.dispatches_items)
+    for batch, group in enumerate(heaviest.tolist()):
+        loads = (
+            layer_costs.loads.of_group(split, batch, group)
+            if is_group_alone
+            else layer_costs.loads.of_step(split)[batch]
+        )
+        model = model_timing(graph, layer_costs, loads, machine)
+        first_replica = _first_replicas(graph, group)
         timings.append(SampledBatchTiming(model, seconds, batch, layer_costs, first_replica))
     return timings
 
@@ -324,31 +334,6 @@ def _num_passes(graph: StageGraph) -> int:
 def _first_replicas(graph: StageGraph, group: int) -> dict[str, int]:
     """Return the first replica of each unit in a replica group."""
     return {m.unit: group * (m.num_replicas // graph.num_groups) for m in graph.meshes}
-
-
-def _loads_of_group(graph: StageGraph, loads: StepLoads, first_replica: Mapping[str, int]) -> StepLoads:
-    """Return loads and routes of one replica group, under the names of group 0's microbatches.
-
-    Replicas of sharded units wait for each other in every layer, and those that dispatch exchange rows with all others,
-    so there the loads of all of them remain.
-    """
-    if graph.is_sharded or graph.dispatches_items:
-        return loads
-    name = {
-        Microbatch(mesh.unit, first_replica[mesh.unit] + replica, index): Microbatch(mesh.unit, replica, index)
-        for mesh in graph.meshes
-        for replica in range(mesh.num_replicas // graph.num_groups)
-        for index in range(mesh.num_microbatches)
-    }
-    routes = {
-        pair: Route({(name[a], name[b]): spans for (a, b), spans in route.spans.items() if a in name and b in name})
-        for pair, route in loads.routes.items()
-    }
-    return StepLoads(
-        {of_group_0: loads.loads[mb] for mb, of_group_0 in name.items()},
-        routes,
-        {of_group_0: loads.rows_out[mb] for mb, of_group_0 in name.items()},
-    )
 
 
 def _heaviest_groups(graph: StageGraph, seconds: Mapping[StageId, StageSeconds]) -> IntArray:

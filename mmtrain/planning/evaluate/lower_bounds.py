@@ -75,8 +75,6 @@ class UnitMemoryBound:
 
     def __init__(self, layer_costs: LayerCosts) -> None:
         self._layer_costs = layer_costs
-        units = layer_costs.shape.units
-        self._unsplit: BatchSplit = tuple(UnitSplit(unit.name, 1, layer_costs.batches.global_batch) for unit in units)
         self._kinds_of = KindBytesByMesh(layer_costs, self._largest_load)
         self._bounds: dict[tuple[str, MeshSize, int, int], float] = {}
 
@@ -121,9 +119,10 @@ class UnitMemoryBound:
         return max(mean, kinds.max_layer_peak)
 
     def _largest_load(self, unit: str, step_microbatches: int) -> TokenLoad:
+        sampled = self._layer_costs.loads
         if unit == LLM:
-            return self._layer_costs.largest_load(LLM, self._unsplit)
-        loads = self._layer_costs.microbatch_loads(unit, self._unsplit)
+            return sampled.largest(LLM, sampled.undivided)
+        loads = sampled.of_unit(unit, sampled.undivided)
         max_tokens = max(loads.total(batch).tokens for batch in range(len(self._layer_costs.batches.groups)))
         return TokenLoad(max_tokens // step_microbatches if step_microbatches else 0, 0, 0, 0)
 

@@ -13,7 +13,6 @@ from mmtrain.planning.artifact.layout import MeshSize
 from mmtrain.planning.evaluate.lower_bounds import KindBytesByMesh
 from mmtrain.planning.layer_costs.layer_costs import RECOMPUTE, FloatArray, LayerCosts
 from mmtrain.planning.space.candidate import UnitTimeBound
-from mmtrain.planning.space.sample_batches import BatchSplit, UnitSplit
 from mmtrain.program.ir.graph import LLM
 
 MAX_NEWTON_STEPS = 50  # from below on a concave, piecewise linear function: a handful reach the solution
@@ -35,8 +34,6 @@ class MeshTimeEstimate:
         self._layer_costs = layer_costs
         self._bound = bound
         self._memory_bytes = memory_bytes
-        units = layer_costs.shape.units
-        self._unsplit: BatchSplit = tuple(UnitSplit(unit.name, 1, layer_costs.batches.global_batch) for unit in units)
         self._kinds_of = KindBytesByMesh(layer_costs, self._largest_load)
         self._seconds: dict[tuple[str, int], tuple[float, float]] = {}
         self._ratios: dict[tuple[str, MeshSize, int, int], float] = {}
@@ -72,17 +69,18 @@ class MeshTimeEstimate:
     def _seconds_of(self, unit: str, tp: int) -> tuple[float, float]:
         """Return the seconds of all layers for one microbatch, and of recomputing them."""
         if (unit, tp) not in self._seconds:
-            mean = self._layer_costs.unit_times(unit, tp, self._unsplit).mean
+            layer_costs = self._layer_costs
+            mean = layer_costs.unit_times(unit, tp, layer_costs.loads.undivided).mean
             self._seconds[unit, tp] = (float(mean[:, :RECOMPUTE].sum()), float(mean[:, RECOMPUTE].sum()))
         return self._seconds[unit, tp]
 
     def _largest_load(self, unit: str, step_microbatches: int) -> TokenLoad:
         """Return about the largest microbatch: larger ones vary less, as sums of independent parts do."""
         costs, global_batch = self._layer_costs, self._layer_costs.batches.global_batch
-        largest = costs.largest_load(unit, self._unsplit)
+        largest = costs.loads.largest(unit, costs.loads.undivided)
         if unit == LLM:
             return largest
-        loads = costs.microbatch_loads(unit, self._unsplit)
+        loads = costs.loads.of_unit(unit, costs.loads.undivided)
         total = max(loads.total(batch).tokens for batch in range(len(costs.batches.groups)))
         excess = max(0.0, largest.tokens * global_batch / max(1, total) - 1)
         merged = max(1.0, global_batch / step_microbatches)

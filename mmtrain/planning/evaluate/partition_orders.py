@@ -7,8 +7,9 @@ share the order of a pipeline whose stages are the chunks. In a graph of the uni
 unit starts would give another order, and orders take longer to work out than partitions to estimate.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -21,6 +22,7 @@ from mmtrain.planning.layer_costs.layer_costs import LayerCosts
 from mmtrain.planning.layer_costs.layer_partition import LayerChain, partitioned_layout
 from mmtrain.planning.layer_costs.span_recompute import SpanRecompute
 from mmtrain.planning.space.candidate import LayerPartition, MeshAssignment
+from mmtrain.planning.space.recently_used import RecentlyUsed
 from mmtrain.program.ir.graph import LLM, Edge, Stage, StageGraph, StageId, UnitMesh
 from mmtrain.program.schedules.pipeline_positions import PipelinePosition, find_positions
 
@@ -63,13 +65,16 @@ class OrderedPartitions:
 
 @dataclass
 class PartitionOrders:
-    """The orders of a model's layer partitions, each worked out once."""
+    """The orders of a model's layer partitions, each worked out once, or again after many others."""
 
     layer_costs: LayerCosts
-    _of_graphs: dict[tuple[object, ...], ComputeOrder] = field(default_factory=dict)
-    _of_chains: dict[tuple[int, ...], ComputeOrder] = field(default_factory=dict)
+    _orders: RecentlyUsed[ComputeOrder] = field(init=False)
     _in_flight: dict[tuple[object, ...], Mapping[StageId, int]] = field(default_factory=dict)
     _positions: dict[tuple[object, ...], Sequence[PipelinePosition]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        max_actions = self.layer_costs.budget.evaluation.max_kept_order_actions
+        self._orders = RecentlyUsed(max_actions, lambda order: order.num_actions)
 
     def group_by_order(
         self,
@@ -181,11 +186,8 @@ class PartitionOrders:
 
     def _chain_order(self, assignment: MeshAssignment, first_chunk_with_backward: int) -> ComputeOrder:
         key = self._chain_key(assignment, first_chunk_with_backward)
-        if key not in self._of_chains:
-            mesh, num_microbatches = assignment.meshes[LLM], assignment.num_microbatches[LLM]
-            graph = _chain_graph(mesh, num_microbatches, first_chunk_with_backward)
-            self._of_chains[key] = compute_order(graph, self._positions_of(key, graph))
-        return self._of_chains[key]
+        mesh, num_microbatches = assignment.meshes[LLM], assignment.num_microbatches[LLM]
+        return self._order(key, partial(_chain_graph, mesh, num_microbatches, first_chunk_with_backward))
 
     def _chain_key(self, assignment: MeshAssignment, first_chunk_with_backward: int) -> tuple[int, ...]:
         mesh, num_microbatches = assignment.meshes[LLM], assignment.num_microbatches[LLM]
@@ -196,10 +198,14 @@ class PartitionOrders:
     ) -> ComputeOrder:
         """The order of a graph in which every unit has stages of its own; features: see `_graph_keys`."""
         key = self._graph_key(assignment, features)
-        if key not in self._of_graphs:
-            graph = self._graph(assignment, partition)
-            self._of_graphs[key] = compute_order(graph, self._positions_of(key, graph))
-        return self._of_graphs[key]
+        return self._order(key, partial(self._graph, assignment, partition))
+
+    def _order(self, key: tuple[object, ...], make_graph: Callable[[], StageGraph]) -> ComputeOrder:
+        def compute() -> ComputeOrder:
+            graph = make_graph()
+            return compute_order(graph, self._positions_of(key, graph))
+
+        return self._orders.get(key, compute)
 
     def _positions_of(self, key: tuple[object, ...], graph: StageGraph) -> Sequence[PipelinePosition]:
         """Return the pipeline positions of a graph, which all graphs of this key have."""

@@ -1,17 +1,14 @@
 """Seconds and bytes of a model's layers on the sampled batches: what partitions, lower bounds and memory rest on."""
 
-import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cached_property, partial
 
 import numpy as np
 import numpy.typing as npt
 
-from mmtrain.balance import BatchMeta
-from mmtrain.balance.context_split import MAX_IMBALANCE
-from mmtrain.balance.dispatch.phase_loads import PhaseLoad, mean_phase_loads, phase_loads
 from mmtrain.balance.grouping.padding import without_padding
 from mmtrain.costs import (
     ComputeKind,
@@ -27,7 +24,6 @@ from mmtrain.costs import (
 from mmtrain.costs.context_parallel_costs import ContextGroup, context_seconds
 from mmtrain.costs.cost_model import LayerWork
 from mmtrain.costs.hardware import ELEMENT_BYTES
-from mmtrain.costs.layer_arithmetic import context_parallel_load
 from mmtrain.costs.rank_memory import (
     RankLayer,
     layer_activation_bytes,
@@ -37,16 +33,14 @@ from mmtrain.costs.rank_memory import (
 )
 from mmtrain.models.shapes.model_shape import LayerShape
 from mmtrain.planning.artifact.graph_memory import GraphMemory, MemoryPhase, communicator_bytes
-from mmtrain.planning.artifact.layout import MeshSize, disaggregated_units
-from mmtrain.planning.artifact.plan_graph import build_stage_graph
+from mmtrain.planning.layer_costs.sampled_loads import LoadSplit, SampledLoads, load_split, split_of_unit
 from mmtrain.planning.space.budget import DEFAULT_BUDGET, SearchBudget
 from mmtrain.planning.space.constraints import RecomputeMode
-from mmtrain.planning.space.load_arrays import LoadArrays, load_arrays, loads_of_parts, seconds_of_loads
+from mmtrain.planning.space.load_arrays import LoadArrays, load_arrays, seconds_of_loads
 from mmtrain.planning.space.problem import PlanningProblem
-from mmtrain.planning.space.sample_batches import BatchSplit, UnitSplit, batch_split_of, num_microbatches_of
-from mmtrain.program.ir.context_loads import part_loads, split_microbatches
-from mmtrain.program.ir.graph import LLM, StageGraph, StageId, UnitMesh
-from mmtrain.program.ir.step_loads import StepLoads, step_loads
+from mmtrain.planning.space.recently_used import RecentlyUsed
+from mmtrain.planning.space.sample_batches import BatchSplit, UnitSplit, batch_split_of
+from mmtrain.program.ir.graph import LLM, StageGraph, StageId
 from mmtrain.program.schedules.builder import in_flight_microbatches
 
 FloatArray = npt.NDArray[np.float64]
@@ -130,6 +124,7 @@ class LayerCosts:
         sp: SpSizes | None = None,
         budget: SearchBudget = DEFAULT_BUDGET,
         chunks: TpChunks | None = None,
+        loads: SampledLoads | None = None,
     ):
         """Take shapes, cost model and batches from the problem.
 
@@ -138,26 +133,23 @@ class LayerCosts:
             sp: where sequence parallelism is used; nowhere by default. See `token_splits`.
             budget: how exactly loads are priced.
             chunks: where chunks of tokens hide communication; nowhere by default. See `token_splits`.
+            loads: of the same batches, if they are known already.
         """
         self.shape = problem.shape
         self.costs = problem.costs
         self.precision = problem.precision
         self.state_bytes = problem.state_bytes
         self.batches = problem.batches
-        self.seq_len = problem.seq_len
         self.encoder_microbatches = problem.constraints.encoder_microbatches
         self.recompute: Mapping[str, RecomputeMode] = problem.constraints.recompute
         self.sp: SpSizes = sp or {}
         self.chunks: TpChunks = chunks or {}
         self.budget = budget
-        self._step_loads: dict[BatchSplit, list[StepLoads]] = {}
-        self._laid_out: dict[BatchSplit, list[BatchMeta]] = {}
-        self._loads: dict[tuple[str, BatchSplit], LoadArrays] = {}
-        self._unit_times: dict[tuple[str, int, BatchSplit], UnitLayerTimes] = {}
-        self._unit_costs: dict[tuple[str, int, BatchSplit], UnitLayerCosts] = {}
+        self.loads = loads or SampledLoads(problem, budget)
+        self._unit_times = self._no_unit_times()
+        self._unit_costs: dict[tuple[str, int, LoadSplit], UnitLayerCosts] = {}
         self._machine = problem.hardware
         self._communicators: dict[tuple[object, ...], Mapping[int, float]] = {}
-        self._largest_loads: dict[tuple[str, BatchSplit], TokenLoad] = {}
 
     def with_settings(
         self,
@@ -177,7 +169,7 @@ class LayerCosts:
         changed.chunks = self.chunks if chunks is None else chunks
         if costs is not None or changed.chunks != self.chunks or (changed.chunks and sp is not None):
             changed.costs = costs or self.costs
-            changed._unit_times = {}
+            changed._unit_times = self._no_unit_times()
         changed.recompute = self.recompute if recompute is None else recompute
         changed.sp = self.sp if sp is None else sp
         changed.state_bytes = self.state_bytes if state is None else state
@@ -215,68 +207,50 @@ class LayerCosts:
         chosen = {**self.encoder_microbatches, **(num_microbatches or {})}
         return tuple(UnitSplit(unit, degree, chosen.get(unit, num_llm)) for unit, degree in dp.items())
 
-    def step_loads(self, split: BatchSplit) -> list[StepLoads]:
-        """Return loads and routes of every sampled batch under this split."""
-        if split not in self._step_loads:
-            # Loads depend on nothing but the split, so any graph with this split will do.
-            meshes = {entry.unit: _mesh_of(entry) for entry in split}
-            one_stage = {unit.name: (0, len(unit.layers)) for unit in self.shape.units}
-            num_microbatches = num_microbatches_of(split)
-            graph = build_stage_graph(disaggregated_units(meshes, one_stage), num_microbatches, self.shape)
-            batches = self.lay_out(split)
-            self._step_loads[split] = [step_loads(graph, batch) for batch in batches]
-        return self._step_loads[split]
-
-    def lay_out(self, split: BatchSplit) -> list[BatchMeta]:
-        """Return every sampled batch as this split arranges it."""
-        if split not in self._laid_out:
-            self._laid_out[split] = self.batches.lay_out(_dp_of(split), num_microbatches_of(split), split[0].dispatch)
-        return self._laid_out[split]
-
-    def phase_loads(self, split: BatchSplit) -> dict[str, PhaseLoad]:
-        """Return by unit how evenly sharded units fill the ranks, mean over the sampled batches."""
-        num_microbatches = num_microbatches_of(split)
-        return mean_phase_loads([phase_loads(batch, split[0].dp, num_microbatches) for batch in self.lay_out(split)])
-
-    def microbatch_loads(self, unit: str, split: BatchSplit) -> LoadArrays:
-        """Return the loads of a unit's microbatches: arrays of (batches, dp * cp, microbatches)."""
-        key = (unit, _relevant_split(unit, split))
-        of_llm = _of_unit(LLM, split)
-        is_sooner_alone = split not in self._laid_out or of_llm.cp > 1
-        if key not in self._loads and unit == LLM and of_llm.dispatch is None and is_sooner_alone:
-            alone = self.batches.without_items()
-            batches = alone.lay_out({LLM: of_llm.dp}, {LLM: of_llm.num_microbatches}, of_llm.dispatch)
-            self._loads[key] = _llm_loads(of_llm, batches)
-        if key not in self._loads:
-            batches = self.lay_out(split)
-            for entry in split:
-                if entry.cp == 1:
-                    loads = load_arrays(entry.unit, batches, entry.dp, entry.num_microbatches)
-                    self._loads.setdefault((entry.unit, _relevant_split(entry.unit, split)), loads)
-        return self._loads[key]
+    def seconds_of(self, unit: str, tp: int, load: TokenLoad) -> float:
+        """Return the seconds of all of a unit's layers for one microbatch, as far as the recipe fixes recomputation."""
+        kinds: list[ComputeKind] = ["forward", "backward", "recompute"]
+        split, num_kinds = self.token_split(unit, tp), 3 if self.recompute[unit] == "all" else 2
+        return sum(
+            count * self.costs.seconds(LayerWork(layer, tp, load, kind, input_grad, split))
+            for (layer, input_grad), count in Counter(self._layer_kinds(unit)).items()
+            for kind in kinds[: num_kinds if layer.trainable or input_grad else 1]
+        )
 
     def unit_times(self, unit: str, tp: int, split: BatchSplit) -> UnitLayerTimes:
         """Return the seconds of the unit's layers for each microbatch."""
-        key = (unit, tp, _relevant_split(unit, split))
-        if key not in self._unit_times:
-            kinds = self._layer_kinds(unit)
-            distinct = list(dict.fromkeys(kinds))
-            loads = self.microbatch_loads(unit, split)
-            group = self.context_group(_of_unit(unit, split), tp)
-            token_split = self.token_split(unit, tp)
-            by_kind = np.stack(
-                [
-                    self._layer_seconds(layer, needs_grad, tp, loads, group, token_split)
-                    for layer, needs_grad in distinct
-                ]
-            )
-            kind = np.array([distinct.index(layer_kind) for layer_kind in kinds], dtype=np.int64)
-            self._unit_times[key] = UnitLayerTimes(by_kind, kind)
-        return self._unit_times[key]
+        key = (unit, tp, load_split(unit, split))
+        return self._unit_times.get(key, partial(self._compute_unit_times, unit, tp, split))
+
+    def _no_unit_times(self) -> RecentlyUsed[UnitLayerTimes]:
+        return RecentlyUsed(self.budget.evaluation.max_kept_time_bytes, lambda times: times.by_kind.nbytes)
+
+    def merged_times(self, unit: str, tp: int, num_merged: int) -> UnitLayerTimes:
+        """Return the seconds of the unit's layers for microbatches that hold `num_merged` groups of the batch each.
+
+        The groups are neighbours, which stands for however a plan arranges them.
+        """
+        undivided = self.loads.undivided
+        if num_merged == 1:
+            return self.unit_times(unit, tp, undivided)
+        loads = self.loads.of_unit(unit, undivided).merged(num_merged)
+        return self._times_of_loads(unit, tp, undivided, loads)
+
+    def _compute_unit_times(self, unit: str, tp: int, split: BatchSplit) -> UnitLayerTimes:
+        return self._times_of_loads(unit, tp, split, self.loads.of_unit(unit, split))
+
+    def _times_of_loads(self, unit: str, tp: int, split: BatchSplit, loads: LoadArrays) -> UnitLayerTimes:
+        kinds = self._layer_kinds(unit)
+        distinct = list(dict.fromkeys(kinds))
+        group = self.context_group(split_of_unit(unit, split), tp)
+        token_split = self.token_split(unit, tp)
+        by_kind = [self._layer_seconds(*layer_kind, tp, loads, group, token_split) for layer_kind in distinct]
+        kind = np.array([distinct.index(layer_kind) for layer_kind in kinds], dtype=np.int64)
+        return UnitLayerTimes(np.stack(by_kind), kind)
 
     def unit_costs(self, unit: str, tp: int, split: BatchSplit) -> UnitLayerCosts:
         """Return mean seconds and bytes of the unit's layers."""
-        key = (unit, tp, split)
+        key = (unit, tp, load_split(unit, split))
         if key not in self._unit_costs:
             self._unit_costs[key] = self._compute_unit_costs(unit, tp, split)
         return self._unit_costs[key]
@@ -315,7 +289,7 @@ class LayerCosts:
             self.costs,
             self.precision,
             self.state_bytes,
-            {mesh.unit: self.largest_load(mesh.unit, split) for mesh in graph.meshes},
+            {mesh.unit: self.loads.largest(mesh.unit, split) for mesh in graph.meshes},
             frozenset(mesh.unit for mesh in graph.meshes if self.has_sp(mesh.unit, mesh.tp)),
         )
 
@@ -325,40 +299,9 @@ class LayerCosts:
             self._communicators[key] = communicator_bytes(graph, self._machine)
         return self._communicators[key]
 
-    def largest_load(self, unit: str, split: BatchSplit) -> TokenLoad:
-        """Return the largest microbatch that memory is planned for: a little more than the largest sampled one.
-
-        The LLM's microbatches never exceed `seq_len`, and one of them may hold the data's longest sample alone.
-        """
-        key = (unit, _relevant_split(unit, split))
-        if key not in self._largest_loads:
-            self._largest_loads[key] = self._find_largest_load(unit, split)
-        return self._largest_loads[key]
-
-    def _find_largest_load(self, unit: str, split: BatchSplit) -> TokenLoad:
-        largest = self.microbatch_loads(unit, split).largest()
-        surplus = self.budget.sampling.unsampled_load_ratio
-        if unit != LLM:
-            return _scaled(largest, surplus)
-        cp = _of_unit(LLM, split).cp
-        longest = min(self.seq_len, self._longest_sample)
-        most_tokens = max(largest.tokens, math.ceil(MAX_IMBALANCE * self.seq_len / cp)) if cp > 1 else self.seq_len
-        packed = _scaled(largest, min(surplus, most_tokens / max(1, largest.tokens)))
-        alone = TokenLoad(longest, longest**2, longest, 1)
-        most_targets = max(packed.num_targets, min(longest, int(self.batches.lengths.targets.max())))
-        if cp > 1:
-            alone, most_targets = context_parallel_load(alone, cp), min(most_targets, alone.tokens)
-        largest = max(packed, alone, key=lambda load: (load.tokens, load.sum_sq))
-        return replace(largest, targets=min(most_targets, largest.tokens))
-
-    @cached_property
-    def _longest_sample(self) -> int:
-        """Tokens of the longest sample."""
-        return int(self.batches.lengths.tokens.max())
-
     def min_message_bytes(self, unit: str, tp: int, split: BatchSplit) -> int:
         """Return the least bytes that a rank sends to the unit's next stage for a microbatch."""
-        rows = int(self.microbatch_loads(unit, split).tokens.min())
+        rows = int(self.loads.of_unit(unit, split).tokens.min())
         rows_of_rank = -(-rows // tp) if self.has_sp(unit, tp) else rows
         receiving = self.shape.unit(unit).layers[1:]
         elements = min((layer.input_elements(rows_of_rank, 0) for layer in receiving), default=0)
@@ -366,9 +309,9 @@ class LayerCosts:
 
     def model_flops(self, split: BatchSplit) -> float:
         """Return the FLOPs of a step that MFU counts, mean over the batches; padding does not count."""
-        arrays = {entry.unit: self.microbatch_loads(entry.unit, split) for entry in split}
+        arrays = {entry.unit: self.loads.of_unit(entry.unit, split) for entry in split}
         if self.batches.pad:
-            unpadded = [without_padding(batch) for batch in self.lay_out(split)]
+            unpadded = [without_padding(batch) for batch in self.loads.lay_out(split)]
             arrays = {
                 entry.unit: load_arrays(entry.unit, unpadded, entry.dp, entry.num_microbatches) for entry in split
             }
@@ -376,12 +319,6 @@ class LayerCosts:
         for batch in range(len(self.batches.groups)):
             loads = {unit: array.total(batch) for unit, array in arrays.items()}
             totals.append(model_flops(self.shape, loads))
-        return float(np.mean(totals))
-
-    def tokens(self) -> float:
-        """Return the LLM tokens of a step, mean over the batches."""
-        lengths = self.batches.lengths.tokens
-        totals = [sum(int(lengths[group].sum()) for group in groups) for groups in self.batches.groups]
         return float(np.mean(totals))
 
     def _layer_kinds(self, unit: str) -> list[tuple[LayerShape, bool]]:
@@ -424,8 +361,8 @@ class LayerCosts:
 
     def _compute_unit_costs(self, unit: str, tp: int, split: BatchSplit) -> UnitLayerCosts:
         times = self.unit_times(unit, tp, split)
-        of_unit = _of_unit(unit, split)
-        num_replicas, load = of_unit.dp * of_unit.cp, self.largest_load(unit, split)
+        of_unit = split_of_unit(unit, split)
+        num_replicas, load = of_unit.dp * of_unit.cp, self.loads.largest(unit, split)
         kinds = self._layer_kinds(unit)
         known = {
             (layer, input_grad): self._layer_bytes(unit, layer, input_grad, tp, num_replicas, load)
@@ -475,47 +412,3 @@ class LayerCosts:
     def _trained_parameters(self, unit: str, tp: int) -> FloatArray:
         layers = self.shape.unit(unit).layers
         return np.array([num_trained_parameters(layer, tp) for layer in layers], dtype=np.float64)
-
-
-def _dp_of(split: BatchSplit) -> dict[str, int]:
-    return {entry.unit: entry.dp for entry in split}
-
-
-def _llm_loads(split: UnitSplit, batches: Sequence[BatchMeta]) -> LoadArrays:
-    """Return the loads of the LLM's microbatches, of each part by itself where replicas share them."""
-    if split.cp == 1:
-        return load_arrays(LLM, batches, split.dp, split.num_microbatches)
-    mesh = UnitMesh(
-        unit=LLM,
-        tp=1,
-        pp=1,
-        dp=split.dp,
-        ranks=tuple(range(split.dp * split.cp)),
-        num_microbatches=split.num_microbatches,
-        cp=split.cp,
-        cp_method=split.cp_method,
-        cp_split=split.cp_split,
-    )
-    return loads_of_parts(mesh, [part_loads(mesh, batch, split_microbatches(mesh, batch)) for batch in batches])
-
-
-def _of_unit(unit: str, split: BatchSplit) -> UnitSplit:
-    return next(entry for entry in split if entry.unit == unit)
-
-
-def _mesh_of(split: UnitSplit) -> MeshSize:
-    """Return the mesh of a unit that is divided like this, whose replicas are single ranks."""
-    return MeshSize(1, 1, split.dp, cp=split.cp, cp_method=split.cp_method, cp_split=split.cp_split)
-
-
-def _relevant_split(unit: str, split: BatchSplit) -> BatchSplit:
-    """Return the part of the split that decides about a unit's loads: the LLM's do not depend on encoders."""
-    return tuple(entry for entry in split if entry.unit == LLM) if unit == LLM else split
-
-
-def _scaled(load: TokenLoad, factor: float) -> TokenLoad:
-    """Return a load of as many sequences, each longer by a factor."""
-    tokens, longest = round(load.tokens * factor), round(load.max_len * factor)
-    num_targets = None if load.targets is None else min(tokens, round(load.targets * factor))
-    num_exchanged = min(tokens, round(load.exchanged * factor))
-    return TokenLoad(tokens, round(load.sum_sq * factor**2), longest, load.num_sequences, num_targets, num_exchanged)

@@ -88,4 +88,4 @@ def _chunked_seconds(problem: PlanningProblem, layer_costs: LayerCosts, unit: st
 def _mean_load(problem: PlanningProblem, layer_costs: LayerCosts, unit: str) -> TokenLoad:
     """Return the mean microbatch of the unit, of one group each."""
     unsplit: BatchSplit = tuple(UnitSplit(u.name, 1, problem.batches.global_batch) for u in problem.shape.units)
-    return layer_costs.microbatch_loads(unit, unsplit).mean()
+    return layer_costs.loads.of_unit(unit, unsplit).mean()

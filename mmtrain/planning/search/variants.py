@@ -10,6 +10,7 @@ from dataclasses import replace
 from mmtrain.models.shapes.model_shape import OffloadMode, unit_offload, with_offload, with_recomputed_activations
 from mmtrain.planning.evaluate.evaluator import Evaluator
 from mmtrain.planning.layer_costs.layer_costs import LayerCosts
+from mmtrain.planning.layer_costs.sampled_loads import SampledLoads
 from mmtrain.planning.layer_costs.token_splits import with_token_splits
 from mmtrain.planning.search.strategies import run_strategies
 from mmtrain.planning.space.budget import QUICK_BUDGET, SearchBudget
@@ -18,19 +19,24 @@ from mmtrain.planning.space.problem import PlanningProblem, PlanRequest
 OFFLOAD_MODES: tuple[OffloadMode, ...] = ("inputs", "all")
 
 
-def variants_of(problem: PlanningProblem, budget: SearchBudget) -> Iterator[Evaluator]:
+def variants_of(
+    problem: PlanningProblem, budget: SearchBudget, loads: SampledLoads | None = None
+) -> Iterator[Evaluator]:
     """Yield an evaluator of the problem as it is, then of its variants, from the cheapest way to make room on.
 
     There are at most 12: activations stay on the device, or in host memory by one of two modes, where the recipe leaves
     that open; activation functions keep their outputs or run again; and sequence parallelism is used where it costs no
-    time, or wherever it may be. Each is made when the one before has been searched.
+    time, or wherever it may be. Each is made when the one before has been searched. All have the same loads.
+
+    loads: of the problem's batches, if they are known already.
     """
+    loads = loads or SampledLoads(problem, budget)
     for variant in (problem, *_with_activations_on_host(problem)):
         again = with_activations_again(variant)
         for varied in (variant,) if again is None else (variant, again):
             if varied is not problem:
                 problem.request.say("nothing fits; trying other ways to keep activations")
-            layer_costs = with_token_splits(varied, LayerCosts(varied, budget=budget))
+            layer_costs = with_token_splits(varied, LayerCosts(varied, budget=budget, loads=loads))
             yield Evaluator(varied, budget, layer_costs)
             sharded_costs = with_token_splits(varied, layer_costs, sp_at_any_cost=True)
             if sharded_costs.sp != layer_costs.sp:
@@ -68,9 +74,12 @@ def _with_activations_on_host(problem: PlanningProblem) -> Iterator[PlanningProb
         yield replace(problem, shape=with_offload(problem.shape, {**fixed, **dict.fromkeys(open_units, mode)}))
 
 
-def has_faster_plan(problem: PlanningProblem, step_s: float) -> bool:
-    """Return whether a search with little effort finds a plan whose step takes less than `step_s`."""
+def has_faster_plan(problem: PlanningProblem, loads: SampledLoads, step_s: float) -> bool:
+    """Return whether a search with little effort finds a plan whose step takes less than `step_s`.
+
+    loads: of the problem's batches.
+    """
     limited = replace(problem, request=PlanRequest(num_alternatives=0, max_step_s=step_s))
-    layer_costs = with_token_splits(limited, LayerCosts(limited, budget=QUICK_BUDGET))
+    layer_costs = with_token_splits(limited, LayerCosts(limited, budget=QUICK_BUDGET, loads=loads))
     best = run_strategies(Evaluator(limited, QUICK_BUDGET, layer_costs)).best
     return best is not None and best.step_time_s < step_s

@@ -96,7 +96,14 @@ class EvaluationBudget:
     # Forwards and backwards of a step up to which every replica group is simulated ("Where replica groups are very
     # many, the heaviest stands for all").
     max_passes_of_all_groups: int = 2_000
-    max_kept_programs: int = 4  # of layouts simulated before, each of tens of megabytes where a step has many actions
+    # What large batches would fill gigabytes with is kept up to these sizes; most recipes stay below them. By hand.
+    # ("What the search keeps of large batches has a size")
+    max_kept_batch_bytes: int = 64_000_000  # samples and items of the sampled batches, as splits arrange them
+    max_kept_load_bytes: int = 128_000_000  # loads of every microbatch of a unit
+    max_kept_time_bytes: int = 128_000_000  # seconds of layers for every microbatch
+    max_kept_steps: int = 6  # loads and routes of whole batches, or of one replica group
+    max_kept_order_actions: int = 1_000_000  # of the orders of compute that estimates share; some 100 bytes each
+    max_kept_program_actions: int = 200_000  # of programs simulated before, whose actions take some 500 bytes each
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,7 @@
 """The loads of all microbatches of the sampled batches as arrays, and the seconds that a cost model gives them."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +26,9 @@ class LoadArrays:
     num_sequences: IntArray
     targets: IntArray | None = None  # of the LLM
     exchanged: IntArray | None = None  # of an LLM whose replicas share sequences
+    _distinct: dict[int, tuple[list[TokenLoad], IntArray] | None] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def largest(self) -> TokenLoad:
         """Return the load with most tokens, and with as many targets as any has."""
@@ -56,15 +58,39 @@ class LoadArrays:
         num_targets = None if self.targets is None else round(float(self.targets.mean()))
         return TokenLoad(tokens, squares, longest, count, num_targets)
 
-    @cached_property
-    def distinct(self) -> tuple[list[TokenLoad], IntArray]:
-        """Every load that occurs, and for each microbatch the index of its load."""
+    def merged(self, num_merged: int) -> "LoadArrays":
+        """Return the loads of microbatches that hold `num_merged` neighbours each; what does not fill one is left out.
+
+        Not for replicas that share sequences.
+        """
+        num_microbatches = self.tokens.shape[-1] // num_merged
+        parts = [
+            column[..., : num_microbatches * num_merged].reshape(*column.shape[:-1], num_microbatches, num_merged)
+            for column in (*self._columns, *(() if self.targets is None else (self.targets,)))
+        ]
+        tokens, squares, longest, count, *targets = parts
+        sums = (column.sum(axis=-1) for column in (count, *targets))
+        return LoadArrays(tokens.sum(axis=-1), squares.sum(axis=-1), longest.max(axis=-1), *sums)
+
+    def distinct(self, max_loads: int) -> tuple[list[TokenLoad], IntArray] | None:
+        """Return every load that occurs, and for each microbatch the index of its load; None if more than `max_loads`.
+
+        The answer is kept, since each kind of layer asks for it.
+        """
+        if max_loads not in self._distinct:
+            self._distinct[max_loads] = self._find_distinct(max_loads)
+        return self._distinct[max_loads]
+
+    def _find_distinct(self, max_loads: int) -> tuple[list[TokenLoad], IntArray] | None:
         columns = self._columns if self.exchanged is None else (*self._columns, self.exchanged)
-        _, number = np.unique(self.tokens, return_inverse=True)
-        for column in columns[1:]:  # np.unique of whole rows takes many times as long
+        number = np.zeros(self.tokens.size, dtype=np.int64)
+        for column in columns:  # np.unique of whole rows takes many times as long
             values, of_column = np.unique(column, return_inverse=True)
-            _, number = np.unique(number * len(values) + of_column, return_inverse=True)
-        number = number.ravel()
+            if len(values) > max_loads:  # loads are no fewer
+                return None
+            of_loads, number = np.unique(number * len(values) + of_column.ravel(), return_inverse=True)
+            if len(of_loads) > max_loads:
+                return None
         _, first = np.unique(number, return_index=True)
         rows = np.stack([column.ravel()[first] for column in columns], axis=1).tolist()
         loads = [
@@ -73,14 +99,11 @@ class LoadArrays:
         ]
         return loads, number.reshape(self.tokens.shape)
 
-    def has_at_most(self, num_loads: int) -> bool:
-        """Return whether at most so many different loads occur."""
-        return self._num_token_counts <= num_loads and len(self.distinct[0]) <= num_loads
-
-    @cached_property
-    def _num_token_counts(self) -> int:
-        """Different numbers of tokens, which are no more than different loads and sooner counted."""
-        return len(np.unique(self.tokens))
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the arrays."""
+        optional = (column for column in (self.targets, self.exchanged) if column is not None)
+        return sum(column.nbytes for column in (*self._columns, *optional))
 
     @property
     def _columns(self) -> tuple[IntArray, ...]:
@@ -135,8 +158,9 @@ def seconds_of_loads(seconds: LoadSeconds, loads: LoadArrays, budget: LoadBudget
     of tokens. Between nodes the cost is linear in tokens, in squared lengths and in sequences, and in tokens that are
     exchanged.
     """
-    if loads.has_at_most(budget.max_exact_loads):
-        distinct, index = loads.distinct
+    known = loads.distinct(budget.max_exact_loads)
+    if known is not None:
+        distinct, index = known
         return np.array([seconds(load) for load in distinct])[index]
     return _interpolated_seconds(seconds, loads, budget.num_token_nodes)
 

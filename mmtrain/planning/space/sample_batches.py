@@ -3,13 +3,15 @@
 `UnitSplit` says how a step is divided over the replicas of each unit, and into how many microbatches.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from mmtrain.balance import BatchMeta, Grouping, IntArray, SampleLengths, StepTargets, assign
+from mmtrain.balance import BatchMeta, Grouping, IntArray, ItemTable, SampleLengths, StepTargets, assign
 from mmtrain.balance.assign import COST_PER_TOKEN, NO_TARGETS
 from mmtrain.balance.batch_meta import SampleTokens, mean_tokens
 from mmtrain.balance.dispatch.dispatch_samples import dispatch_samples
@@ -23,6 +25,8 @@ from mmtrain.errors import PlanError
 from mmtrain.planning.artifact.layout import MeshSize
 from mmtrain.planning.space.budget import DEFAULT_BUDGET, SamplingBudget
 from mmtrain.program.ir.graph import LLM, ContextMethod, CutSequences, DispatchMode, StageGraph, UnitMesh
+
+BoolArray = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -77,9 +81,10 @@ class SampledBatches:
             ]
         return [pad_microbatches(batch) for batch in batches] if self.pad else batches
 
-    def without_items(self) -> "SampledBatches":
-        """Return the same batches for the LLM alone, which are laid out much sooner."""
-        return replace(self, lengths=replace(self.lengths, items={}))
+    def with_items_of(self, units: Collection[str]) -> "SampledBatches":
+        """Return the same batches with the items of these units alone: others do not change how they are laid out."""
+        items = {unit: of_unit for unit, of_unit in self.lengths.items.items() if unit in units}
+        return replace(self, lengths=replace(self.lengths, items=items))
 
 
 def sample_batches(
@@ -166,3 +171,45 @@ def unit_split(
 def num_microbatches_of(split: BatchSplit) -> dict[str, int]:
     """Return the microbatches of each replica, by unit."""
     return {entry.unit: entry.num_microbatches for entry in split}
+
+
+def num_groups_of(split: BatchSplit) -> int:
+    """Return the number of replica groups."""
+    return math.gcd(*(entry.dp for entry in split))
+
+
+def split_of_group(split: BatchSplit) -> BatchSplit:
+    """Return how the part of a step is divided that one replica group computes."""
+    return tuple(entry._replace(dp=entry.dp // num_groups_of(split)) for entry in split)
+
+
+def batch_of_group(batch: BatchMeta, split: BatchSplit, group: int) -> BatchMeta:
+    """Return the part of a batch that one replica group computes, its replicas numbered from 0.
+
+    Units must not dispatch items, which then stay in their replica group.
+    """
+    num_replicas = {entry.unit: entry.dp for entry in split_of_group(split)}
+
+    def rows_of_group(replica: IntArray, unit: str) -> tuple[BoolArray, IntArray]:
+        is_in_group = replica // num_replicas[unit] == group
+        return is_in_group, replica[is_in_group] - group * num_replicas[unit]
+
+    of_llm, llm_replica = rows_of_group(batch.replica, LLM)
+    row_in_group = np.cumsum(of_llm) - 1
+    items = {}
+    for unit, table in batch.items.items():
+        of_unit, replica = rows_of_group(table.replica, unit)
+        columns = {name: getattr(table, name)[of_unit] for name in (f.name for f in fields(table))}
+        columns |= {"sample": row_in_group[columns["sample"]], "replica": replica}
+        items[unit] = ItemTable(**columns)
+    return replace(
+        batch,
+        sample_id=batch.sample_id[of_llm],
+        tokens=batch.tokens[of_llm],
+        targets=batch.targets[of_llm],
+        replica=llm_replica,
+        index=batch.index[of_llm],
+        items=items,
+        padding=None if batch.padding is None else batch.padding[of_llm],
+        stream_group=None if batch.stream_group is None else batch.stream_group[of_llm],
+    )
