@@ -136,7 +136,7 @@ def optimus_small(plans: Sequence[Plan]) -> str:
 
 def bubbles(plans: Sequence[Plan]) -> str:
     """Return the shares of a step in which ranks idle, by kind."""
-    names = ("dp_gather", "dp_reduce", "pp_warmup", "pp_cooldown", "pp_other", "tp", "imbalance")
+    names = ("dp_gather", "dp_reduce", "pp_warmup", "pp_cooldown", "pp_other", "tp", "tp_layers", "imbalance")
     shares = plans[0].predicted.bubbles
     return ", ".join(f"{name} {shares.get(name, 0.0):.1%}" for name in names)
 
@@ -185,7 +185,8 @@ OPTIMUS_TABLES = (
                 optimus_runs("197b_3072", 48)[:1],
                 bubbles,
                 "an internal model of over 100B; ours: `unified` of the 197B model on 3,072 GPUs, whose stages are "
-                "even and whose collectives inside layers count as compute",
+                "even; its tp bubbles are our tp and tp_layers; replica groups wait for the slowest in `imbalance`, "
+                "which the paper counts to its collectives",
             ),
         ),
     ),

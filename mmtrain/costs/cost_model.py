@@ -114,6 +114,17 @@ class PieceCost(NamedTuple):
         return self.compute_s + self.collective_s - self.hidden_s
 
 
+def waiting_seconds(costs: "CostModel", work: LayerWork) -> float:
+    """Return the seconds of a pass in which its rank waits for collectives of its TP group between pieces of a block.
+
+    What such a collective takes from compute beside it counts as compute, as in `PieceCost`. The share is that of the
+    pieces, whose sum differs from the pass where collectives of sequence parallelism are not counted in it.
+    """
+    pieces = costs.pieces(work)
+    waiting_s = sum(piece.total_s - piece.compute_s for piece in pieces)
+    return waiting_s and costs.seconds(work) * waiting_s / sum(piece.total_s for piece in pieces)
+
+
 class CostModel(Protocol):
     """Seconds and bytes of layers and messages; `source` says whether they are measured, modelled or given.
 

@@ -176,8 +176,8 @@ def _idle_time(contents: ReportContents) -> str:
         cells = [f"{IDLE_NAMES[kind]} ({kind})", f"{share:.1%}"]
         bars = [(share / largest, "predicted")]
         if measured is not None:
-            cells.append(f"{measured[kind]:.1%}")
-            bars.append((measured[kind] / largest, "measured"))
+            cells.append(f"{measured[kind]:.1%}" if kind in measured else "-")
+            bars.append((measured.get(kind, 0.0) / largest, "measured"))
         rows.append((cells, _bar(*bars)))
     totals = [f"{sum(shares.values()):.1%}" for shares in (predicted, measured) if shares is not None]
     rows.append((["all", *totals], "<td></td>"))

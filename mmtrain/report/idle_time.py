@@ -11,6 +11,7 @@ IDLE_NAMES = {
     "pp_cooldown": "pipeline cool-down",
     "pp_other": "pipeline stalls",
     "tp": "tensor-parallel collectives",
+    "tp_layers": "tensor-parallel collectives inside layers",
     "dispatch": "dispatch of features",
     "imbalance": "load imbalance",
 }
@@ -20,7 +21,8 @@ IDLE_MEANINGS = {
     "pp_warmup": "waiting for the pipeline to fill",
     "pp_cooldown": "waiting for the pipeline to drain",
     "pp_other": "waiting for other stages in between",
-    "tp": "collectives of tensor parallelism",
+    "tp": "collectives of tensor parallelism between passes or their parts",
+    "tp_layers": "collectives of tensor parallelism inside layers, which recorded steps count as compute",
     "dispatch": "moving features, and their gradients, to the replica that needs them",
     "imbalance": "waiting for replicas with more work",
 }

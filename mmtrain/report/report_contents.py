@@ -95,9 +95,10 @@ def key_figures(contents: ReportContents) -> list[KeyFigure]:
         KeyFigure(
             "Idle",
             "%",
-            100 * sum(predicted_idle.values()),
+            100 * sum(share for kind, share in predicted_idle.items() if kind in (measured_idle or predicted_idle)),
             None if measured_idle is None else 100 * sum(measured_idle.values()),
-            "share of the step in which ranks do not compute",
+            "share of the step in which ranks do not compute"
+            + ("" if measured_idle is None else ", without tp_layers"),
         ),
         *_dispatch_figures(contents),
     ]
@@ -175,7 +176,8 @@ def _dispatch_figures(contents: ReportContents) -> list[KeyFigure]:
 def idle_shares(contents: ReportContents) -> tuple[dict[str, float], dict[str, float] | None]:
     """Return idle time by kind as shares of the step: predicted, and measured if a trace says so.
 
-    Predictions are means over the simulated steps; without such steps, they are those of the plan.
+    Predictions are means over the simulated steps; without such steps, they are those of the plan. Waiting inside
+    layers is not measured, so it is missing there.
     """
     if contents.simulated:
         step_shares = [dict(timeline.bubble_shares()) for timeline in contents.simulated]
@@ -183,6 +185,8 @@ def idle_shares(contents: ReportContents) -> tuple[dict[str, float], dict[str, f
     else:
         predicted = {str(kind): contents.plan.predicted.bubbles.get(kind, 0.0) for kind in BUBBLE_KINDS}
     measured = None if contents.trace is None else contents.trace.bubble_shares()
+    if measured is not None:
+        del measured["tp_layers"]
     return predicted, measured
 
 

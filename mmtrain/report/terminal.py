@@ -133,7 +133,12 @@ def _idle_time(contents: ReportContents, bar: Callable[[float], str]) -> Table:
     columns = [predicted] if measured is None else [predicted, measured]
     largest = max(*(share for shares in columns for share in shares.values()), MIN_FULL_BAR_SHARE)
     rows = [
-        [kind, *(f"{shares[kind]:.1%}" for shares in columns), bar(columns[-1][kind] / largest)] for kind in predicted
+        [
+            kind,
+            *(f"{shares[kind]:.1%}" if kind in shares else "-" for shares in columns),
+            bar(columns[-1].get(kind, 0.0) / largest),
+        ]
+        for kind in predicted
     ]
     rows.append(["all", *(f"{sum(shares.values()):.1%}" for shares in columns), ""])
     head = ("kind", "predicted") if measured is None else ("kind", "predicted", "measured")

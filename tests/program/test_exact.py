@@ -100,6 +100,7 @@ def test_1f1b_with_messages() -> None:
         "pp_cooldown": 1.5,
         "pp_other": 2.5,
         "tp": 0.0,
+        "tp_layers": 0.0,
         "dispatch": 0.0,
         "imbalance": 0.0,
     }
@@ -227,6 +228,7 @@ def test_a_reduction_overlaps_with_the_work_of_other_ranks() -> None:
         "dp_gather": 3.0,
         "pp_other": 0.0,
         "tp": 0.0,
+        "tp_layers": 0.0,
         "dispatch": 0.0,
         "imbalance": 0.0,
     }

@@ -42,6 +42,9 @@ class RandomTiming:
     def left_under_way(self, action: Partial) -> float:
         return self._quarters("under way", action)
 
+    def tp_wait(self, action: Compute) -> float:
+        return 0.0
+
     def message(self, sender: int, action: Send) -> TransferCost:
         known = action if self.by_rank else replace(action, peer=0)
         seconds = self._quarters(sender if self.by_rank else "", known)

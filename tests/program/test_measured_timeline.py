@@ -46,6 +46,9 @@ class DistinctSeconds:
     def compute(self, action: Compute) -> float:
         return 1.0 + crc32(f"{self.seed} {action}".encode()) % 7
 
+    def tp_wait(self, action: Compute) -> float:
+        return 0.0
+
     def message(self, sender: int, action: Send) -> TransferCost:
         return TransferCost(0.25 * (1 + crc32(f"{self.seed} {sender} {action}".encode()) % 3), 8)
 

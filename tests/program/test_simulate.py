@@ -26,6 +26,7 @@ class Given:
     posting_s: float = 0.0
     collective_s: float = 0.0
     share_s: float = 0.0
+    tp_wait_s: float = 0.0
     rule: Callable[[Compute], float] | None = None
     sizes: dict[str, int] = field(default_factory=dict)
 
@@ -33,6 +34,9 @@ class Given:
         if self.rule is not None:
             return self.rule(action)
         return (self.forward if isinstance(action, Forward) else self.backward)[str(action.stage)]
+
+    def tp_wait(self, action):
+        return self.tp_wait_s if action.stage.unit == "llm" else 0.0
 
     def message(self, sender, action):
         return TransferCost(self.message_s, 1, self.posting_s)
@@ -185,17 +189,20 @@ def test_messages_of_a_rank_leave_one_after_another():
 def test_sharing_a_tp_group_holds_every_rank_of_it():
     """Encoder 1 s, message 1 s, share 2 s in a TP group of two, LLM 3 s; other collectives take 5 s each.
 
-    The LLM's input is there at 4, its parameters at 5.
+    The LLM's input is there at 4, its parameters at 5. Of each of its passes, 0.5 s are waiting inside layers.
     """
     graph = chain(Unit("vision", trainable=(False,)), Unit("llm", tp=2), n=1)
     program = build_program(graph)
-    given_times = Given({"vision.0": 1.0, "llm.0": 3.0}, {"llm.0": 3.0}, message_s=1.0, share_s=2.0, collective_s=5.0)
+    given_times = Given(
+        {"vision.0": 1.0, "llm.0": 3.0}, {"llm.0": 3.0}, message_s=1.0, share_s=2.0, collective_s=5.0, tp_wait_s=0.5
+    )
     timeline = simulate(program, given_times)
     assert timeline.step_time_s == 5 + 6 + 5 + 5
     for rank in (1, 2):
         assert timeline.bubbles[rank] == {
             "pp_warmup": 2.0,
             "tp": 2.0,
+            "tp_layers": 1.0,
             "dp_reduce": 10.0,
             "dp_gather": 1.0,
             "pp_other": 0.0,
@@ -203,7 +210,7 @@ def test_sharing_a_tp_group_holds_every_rank_of_it():
             "dispatch": 0.0,
             "imbalance": 0.0,
         }
-    assert timeline.bubbles[0]["dp_gather"] == 0.0
+    assert timeline.bubbles[0]["dp_gather"] == timeline.bubbles[0]["tp_layers"] == 0.0
     assert timeline.bubbles[0]["pp_cooldown"] == 5 + 6 + 5 - 1
 
 

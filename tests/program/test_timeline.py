@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from mmtrain.balance.batch_meta import BatchMeta, ItemTable
+from mmtrain.costs import PieceCost
 from mmtrain.models.shapes.model_shape import LayerShape, ModelEdge, ModelShape, UnitShape
 from mmtrain.program import ModelTiming, TransferCost, build_program, chrome_trace, simulate, step_loads
 from mmtrain.program.ir.actions import (
@@ -35,6 +36,12 @@ class LayerCosts:
     def seconds(self, work):
         per_token_s = {"forward": 1.0, "backward": 2.0 + work.input_grad, "recompute": 10.0}[work.kind]
         return work.load.tokens * per_token_s / work.tp
+
+    def pieces(self, work):
+        """A quarter of a block's pass is a collective of its TP group."""
+        total_s = self.seconds(work)
+        collective_s = total_s / 4 if work.layer.kind == "decoder_block" and work.tp > 1 else 0.0
+        return (PieceCost(total_s - collective_s, collective_s),)
 
     def activation_bytes(self, layer, tp, load, recompute, *, input_grad=True):
         return load.tokens * (1 if recompute else 100) if layer.trainable or input_grad else 0
@@ -102,6 +109,15 @@ def test_stages_sum_their_layers(timing):
 def test_backward_starts_at_the_first_layer_that_needs_it(timing):
     assert timing.compute(Backward(*stage_and_mb("vision"))) == 5 * 2.0  # the projector alone, without input gradient
     assert timing.compute(Backward(*stage_and_mb("llm", 1))) == 2 * 6 * 3.0 / 2
+
+
+def test_passes_wait_in_their_blocks_and_in_those_that_are_computed_again(timing):
+    """Stage llm.0 holds the embedding and a recomputed block, llm.1 a block and the head."""
+    assert timing.tp_wait(Forward(*stage_and_mb("vision"))) == 0.0
+    assert timing.tp_wait(Forward(*stage_and_mb("llm"))) == 6 / 2 / 4
+    assert timing.tp_wait(Backward(*stage_and_mb("llm"))) == (6 * 3.0 + 6 * 10.0) / 2 / 4
+    assert timing.tp_wait(Backward(*stage_and_mb("llm", 1))) == 6 * 3.0 / 2 / 4
+    assert timing.tp_wait(Partial(*stage_and_mb("llm"), "F", 0, 1)) == 0.0
 
 
 def test_recomputed_layers_take_longer_and_keep_less(timing):

@@ -17,6 +17,9 @@ class Seconds:
     def left_under_way(self, action: Partial) -> float:
         return 0.0
 
+    def tp_wait(self, action: Compute) -> float:
+        return 0.0
+
     def message(self, sender: int, action: Send) -> TransferCost:
         return TransferCost(0.0, 1)
 

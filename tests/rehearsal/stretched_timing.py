@@ -28,6 +28,10 @@ class StretchedTiming:
         """See `Timing`."""
         return self.timing.left_under_way(action) * self.stretch
 
+    def tp_wait(self, action: Compute) -> float:
+        """Return 0: records of a step count it as compute."""
+        return 0.0
+
     def message(self, sender: int, action: Send) -> TransferCost:
         """See `Timing`. Posting costs what it costs this machine."""
         sent = replace(action, peer=self.group.ranks[action.peer])

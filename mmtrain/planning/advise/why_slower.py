@@ -37,9 +37,11 @@ def explain_slower(slower: Candidate, chosen: Candidate) -> str:
             f"{ratio}: load imbalance, ranks with {_busiest_layers(slower)} compute {busiest_share:.0%} of the step, "
             f"the mean rank {mean_share:.0%}"
         )
-    growth_s = {kind: share * slower.step_time_s for kind, share in slower.bubbles.items()}
-    for kind, share in chosen.bubbles.items():
-        growth_s[kind] = growth_s.get(kind, 0.0) - share * chosen.step_time_s
+    growth_s = {
+        kind: share * slower.step_time_s - chosen.bubbles.get(kind, 0.0) * chosen.step_time_s
+        for kind, share in slower.bubbles.items()
+        if kind != "tp_layers"  # counted with compute
+    }
     grown_most = max(growth_s, key=lambda kind: growth_s[kind])
     # Seconds, because the shares of two steps of different length may be equal.
     idle_s, chosen_idle_s = slower.step_time_s - compute_s, chosen.step_time_s - chosen_compute_s
@@ -70,8 +72,9 @@ def _layers_by_stage(candidate: Candidate) -> str:
 
 
 def _mean_compute_s(candidate: Candidate) -> float:
-    """Return the seconds of a step that ranks compute, on average."""
-    return (1 - sum(candidate.bubbles.values())) * candidate.step_time_s
+    """Return the seconds of a step that ranks are inside passes, on average: they compute, or wait inside layers."""
+    idle = sum(share for kind, share in candidate.bubbles.items() if kind != "tp_layers")
+    return (1 - idle) * candidate.step_time_s
 
 
 def _cause_of_compute(slower: Candidate, chosen: Candidate) -> str:

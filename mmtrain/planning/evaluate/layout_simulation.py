@@ -200,7 +200,7 @@ def _batch_timings(
     graph: StageGraph, layer_costs: LayerCosts, machine: Hardware, budget: EvaluationBudget
 ) -> "list[SampledBatchTiming]":
     """Return what every action of a graph's program takes in each sampled batch."""
-    seconds = layer_costs.stage_seconds(graph)
+    seconds, waiting_shares = layer_costs.stage_seconds(graph), layer_costs.tp_wait_shares(graph)
     is_one_group = _stands_for_all(graph, budget)
     heaviest = np.zeros(len(layer_costs.batches.groups), dtype=np.int64)
     if is_one_group and not graph.is_sharded:
@@ -217,7 +217,7 @@ def _batch_timings(
         )
         model = model_timing(graph, layer_costs, loads, machine)
         first_replica = _first_replicas(graph, group)
-        timings.append(SampledBatchTiming(model, seconds, batch, layer_costs, first_replica))
+        timings.append(SampledBatchTiming(model, seconds, batch, layer_costs, waiting_shares, first_replica))
     return timings
 
 
@@ -272,6 +272,10 @@ class PrecomputedTiming:
         """Ask the model, see `ModelTiming`."""
         return self.model.left_under_way(action)
 
+    def tp_wait(self, action: Compute) -> float:
+        """Return 0: passes of mean cost, which encoders are ordered by, count waiting inside layers as compute."""
+        return 0.0
+
     def message(self, sender: int, action: Send) -> TransferCost:
         """Ask the model, see `ModelTiming`."""
         return self.model.message(sender, action)
@@ -293,6 +297,8 @@ class PrecomputedTiming:
 class SampledBatchTiming(PrecomputedTiming):
     """One of the sampled batches.
 
+    waiting_shares: of a stage's forward and backward, see `LayerCosts.tp_wait_shares`.
+
     first_replica, by unit: simulated replica 0 stands for the replica of this number, replica 1 for the next, and so
     on. The model's loads are those of that replica group already.
     """
@@ -300,6 +306,7 @@ class SampledBatchTiming(PrecomputedTiming):
     seconds: Mapping[StageId, StageSeconds]
     batch: int
     layer_costs: LayerCosts
+    waiting_shares: Mapping[StageId, tuple[float, float]] = field(default_factory=dict)
     first_replica: Mapping[str, int] = field(default_factory=dict)
 
     def compute(self, action: Compute) -> float:
@@ -311,6 +318,14 @@ class SampledBatchTiming(PrecomputedTiming):
         stage, mb = self.seconds[action.stage], action.mb
         seconds = stage.forward if isinstance(action, Forward) else stage.backward
         return float(seconds[self.batch, mb.replica + self.first_replica.get(mb.unit, 0), mb.index])
+
+    def tp_wait(self, action: Compute) -> float:
+        """Return a share of `compute`; the model has the seconds of segments."""
+        if isinstance(action, Partial):
+            return self.model.tp_wait(action)
+        forward, backward = self.waiting_shares.get(action.stage, (0.0, 0.0))
+        share = forward if isinstance(action, Forward) else backward
+        return share * self.compute(action) if share else 0.0
 
     def _slowest_replica(self, mb: Microbatch, kind: Direction, held: StageLayer) -> float:
         """Return what a layer of a sharded unit takes on the replica that computes it longest."""

@@ -22,7 +22,7 @@ from mmtrain.costs import (
     num_trained_parameters,
 )
 from mmtrain.costs.context_parallel_costs import ContextGroup, context_seconds
-from mmtrain.costs.cost_model import LayerWork
+from mmtrain.costs.cost_model import LayerWork, waiting_seconds
 from mmtrain.costs.hardware import ELEMENT_BYTES
 from mmtrain.costs.rank_memory import (
     RankLayer,
@@ -148,6 +148,7 @@ class LayerCosts:
         self.loads = loads or SampledLoads(problem, budget)
         self._unit_times = self._no_unit_times()
         self._unit_costs: dict[tuple[str, int, LoadSplit], UnitLayerCosts] = {}
+        self._waiting_shares: dict[tuple[str, int], FloatArray] = {}
         self._machine = problem.hardware
         self._communicators: dict[tuple[object, ...], Mapping[int, float]] = {}
 
@@ -174,6 +175,7 @@ class LayerCosts:
         changed.sp = self.sp if sp is None else sp
         changed.state_bytes = self.state_bytes if state is None else state
         changed._unit_costs = {}
+        changed._waiting_shares = {}
         return changed
 
     @property
@@ -268,6 +270,41 @@ class LayerCosts:
             forward, backward = seconds[stage_id].forward, seconds[stage_id].backward
             seconds[stage_id] = StageSeconds(forward, backward + forward)
         return seconds
+
+    def tp_wait_shares(self, graph: StageGraph) -> dict[StageId, tuple[float, float]]:
+        """Return the shares of each stage's forward and backward in which its ranks wait for collectives inside layers.
+
+        Stages without tensor parallelism are left out. The shares are those of microbatches of mean size.
+        """
+        split, shares = batch_split_of(graph), {}
+        for stage in graph.stages:
+            unit, tp, (lo, hi) = stage.id.unit, graph.mesh(stage.id.unit).tp, stage.layers
+            if tp == 1:
+                continue
+            seconds = self.unit_times(unit, tp, split).mean[lo:hi].copy()
+            seconds[[layer not in stage.recompute for layer in range(lo, hi)], RECOMPUTE] = 0.0
+            waiting = seconds * self._layer_waiting_shares(unit, tp)[lo:hi]
+            backward = [FORWARD, BACKWARD, RECOMPUTE] if graph.reruns_forward(stage.id) else [BACKWARD, RECOMPUTE]
+            shares[stage.id] = (
+                _share(waiting[:, FORWARD].sum(), seconds[:, FORWARD].sum()),
+                _share(waiting[:, backward].sum(), seconds[:, backward].sum()),
+            )
+        return shares
+
+    def _layer_waiting_shares(self, unit: str, tp: int) -> FloatArray:
+        """Return (L, 3) the share of each layer's passes of a mean microbatch that is waiting for its TP group."""
+        if (unit, tp) not in self._waiting_shares:
+            load, split = self.loads.of_unit(unit, self.loads.undivided).mean(), self.token_split(unit, tp)
+            kinds = self._layer_kinds(unit)
+            passes: tuple[ComputeKind, ...] = ("forward", "backward", "recompute")
+            by_layer = {}
+            for layer, input_grad in dict.fromkeys(kinds):
+                works = [LayerWork(layer, tp, load, kind, input_grad, split) for kind in passes]
+                by_layer[layer, input_grad] = [
+                    _share(waiting_seconds(self.costs, work), self.costs.seconds(work)) for work in works
+                ]
+            self._waiting_shares[unit, tp] = np.array([by_layer[kind] for kind in kinds])
+        return self._waiting_shares[unit, tp]
 
     def memory(self, graph: StageGraph, num_in_flight: Mapping[StageId, int] | None = None) -> dict[int, RankMemory]:
         """Return what every rank of the first replica group holds at its peak; all groups hold the same.
@@ -412,3 +449,8 @@ class LayerCosts:
     def _trained_parameters(self, unit: str, tp: int) -> FloatArray:
         layers = self.shape.unit(unit).layers
         return np.array([num_trained_parameters(layer, tp) for layer in layers], dtype=np.float64)
+
+
+def _share(part_s: float, whole_s: float) -> float:
+    """Return the share of a pass; 0 of one that does nothing."""
+    return float(part_s / whole_s) if whole_s else 0.0

@@ -16,7 +16,7 @@ Ranks are simulated at the expected pace of those that they meet at every microb
 collectives of all replica groups start when the slowest group is expected to come.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -64,7 +64,8 @@ def simulate(program: Program, timing: Timing, num_groups: int = 1, waits: Strag
     """
     graph, task_costs, message_costs, times = _run(program, timing, num_groups, waits)
     step_time = max(times.ended)
-    bubbles = [_bubbles(graph, sim_rank, times, step_time) for sim_rank in range(len(graph.ranks))]
+    tp_wait = timing.tp_wait if any(mesh.tp > 1 for mesh in program.graph.meshes) else None
+    bubbles = [_bubbles(graph, sim_rank, times, step_time, tp_wait) for sim_rank in range(len(graph.ranks))]
     memory = [peak_of_events(events, timing.activation_bytes)[0] for events in graph.activation_events]
     return Timeline(
         spans=LazySpans(partial(_spans, graph, times, task_costs, message_costs)),
@@ -152,7 +153,14 @@ def _by_rank(graph: SimGraph, values: Sequence[T]) -> dict[int, T]:
     return dict(sorted(by_rank.items()))
 
 
-def _bubbles(graph: SimGraph, sim_rank: int, times: EventTimes, step_time_s: float) -> dict[BubbleKind, float]:
+def _bubbles(
+    graph: SimGraph,
+    sim_rank: int,
+    times: EventTimes,
+    step_time_s: float,
+    tp_wait: Callable[[Compute], float] | None,
+) -> dict[BubbleKind, float]:
+    """Return the idle seconds of a rank. tp_wait: of a pass, waiting inside its layers; None where no unit has tp."""
     tasks = graph.tasks_by_rank[sim_rank]
     account = BubbleAccount(graph.num_forwards[sim_rank])
     awaited: dict[int, list[Interval]] = {}
@@ -160,8 +168,9 @@ def _bubbles(graph: SimGraph, sim_rank: int, times: EventTimes, step_time_s: flo
         for waiting in graph.awaited_by.get(collective, ()):
             awaited.setdefault(waiting, []).append((times.started[collective], times.ended[collective]))
     for number, task in tasks:
-        start_s = times.started[number]
-        account.add(task.action, start_s, times.ended[number] - start_s, awaited.get(number, ()))
+        start_s, action = times.started[number], task.action
+        wait_s = tp_wait(action) if tp_wait is not None and isinstance(action, Compute) else 0.0
+        account.add(action, start_s, times.ended[number] - start_s, awaited.get(number, ()), wait_s)
     account.close(step_time_s)
     return account.bubbles
 
@@ -219,6 +228,10 @@ class SlowRankTiming:
     def left_under_way(self, action: Partial) -> float:
         """See `Timing`."""
         return self.timing.left_under_way(action)
+
+    def tp_wait(self, action: Compute) -> float:
+        """See `Timing`: a slow rank communicates as fast as the others."""
+        return self.timing.tp_wait(action)
 
     def message(self, sender: int, action: Send) -> TransferCost:
         """See `Timing`."""

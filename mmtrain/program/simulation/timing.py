@@ -1,6 +1,7 @@
 """How long actions take: the protocol that the simulator uses, and its implementation with a cost model."""
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import accumulate
@@ -10,7 +11,15 @@ import numpy as np
 
 from mmtrain.costs.collectives import GroupLayout
 from mmtrain.costs.context_parallel_costs import ContextGroup, context_seconds
-from mmtrain.costs.cost_model import ComputeKind, CostModel, LayerWork, PieceCost, TokenLoad, TokenSplit
+from mmtrain.costs.cost_model import (
+    ComputeKind,
+    CostModel,
+    LayerWork,
+    PieceCost,
+    TokenLoad,
+    TokenSplit,
+    waiting_seconds,
+)
 from mmtrain.costs.sharded_layers import BYTES_PER_GRADIENT, ShardedLayers, overlapped_seconds
 from mmtrain.costs.time_spread import NO_SPREAD, TimeSpread
 from mmtrain.models.shapes.model_shape import LayerShape, ModelShape
@@ -57,6 +66,24 @@ class StageContent(NamedTuple):
     split: TokenSplit
 
 
+class _Cut(NamedTuple):
+    """Seconds of some segments of a pass that stops behind them."""
+
+    compute_s: float  # of all that runs until the pass stops
+    collective_s: float  # of the collective that is left under way
+    waiting_s: float  # of `compute_s`, for collectives between the segments
+
+
+def _works(kind: Direction, held: StageLayer, content: StageContent, load: TokenLoad) -> Iterator[LayerWork]:
+    """Yield what a rank does in a layer of a stage in one direction."""
+    name: ComputeKind = "forward" if kind == "F" else "backward"
+    work = LayerWork(held.layer, content.tp, load, name, held.input_grad, content.split)
+    if kind == "F" or work.has_gradient:
+        yield work
+        if kind == "B" and held.recompute:
+            yield LayerWork(held.layer, content.tp, load, "recompute", split=content.split)
+
+
 class TransferCost(NamedTuple):
     """The time of a message or collective and the bytes it moves. Nothing is sent if `nbytes` is 0."""
 
@@ -83,6 +110,10 @@ class Timing(Protocol):
 
         Called for parts that do not finish their forward or backward, of stages whose layers are cut into pieces.
         """
+        ...
+
+    def tp_wait(self, action: Compute) -> float:
+        """Return the seconds of `compute` in which the ranks wait for tensor-parallel collectives inside layers."""
         ...
 
     def message(self, sender: int, action: Send) -> TransferCost:
@@ -141,8 +172,7 @@ class ModelTiming:
             return self.sharded_pass(action)
         if isinstance(action, Partial):
             if self.graph.stage(action.stage).pieces:
-                total, under_way = self._cut(action)
-                return total - under_way
+                return self._cut(action).compute_s
             kind, lo, hi = action.kind, action.lo, action.hi
         else:
             kind, lo, hi = direction(action), 0, len(content.layers)
@@ -189,7 +219,31 @@ class ModelTiming:
 
     def left_under_way(self, action: Partial) -> float:
         """Return the seconds of the collective at the end of the part's last segment."""
-        return self._cut(action)[1]
+        return self._cut(action).collective_s
+
+    def tp_wait(self, action: Compute) -> float:
+        """Return the seconds of `compute` in which the ranks wait for tensor-parallel collectives inside layers."""
+        content, mb = self._contents[action.stage], action.mb
+        if content.tp == 1:
+            return 0.0
+        kind, lo, hi = direction(action), 0, len(content.layers)
+        if isinstance(action, Partial):
+            if self.graph.stage(action.stage).pieces:
+                return self._cut(action).waiting_s
+            lo, hi = action.lo, action.hi
+        key = (content.number, kind, lo, hi, mb.replica, mb.index)
+        if key not in self._waiting_s:
+            passes: list[Direction] = [kind]
+            if kind == "B" and self.graph.reruns_forward(action.stage):
+                passes = ["F", "B"]
+            load = self.loads.loads[mb]
+            self._waiting_s[key] = sum(
+                count * waiting_seconds(self.costs, work)
+                for way in passes
+                for held, count in Counter(content.layers[lo:hi]).items()
+                for work in _works(way, held, content, load)
+            )
+        return self._waiting_s[key]
 
     def message(self, sender: int, action: Send) -> TransferCost:
         """Return the cost of sending hidden states inside a unit, or routed features between units.
@@ -363,19 +417,10 @@ class ModelTiming:
         }
 
     def _seconds(self, kind: Direction, layers: Sequence[StageLayer], content: StageContent, load: TokenLoad) -> float:
-        tp, split = content.tp, content.split
-        total = 0.0
-        for held in layers:
-            name: ComputeKind = "forward" if kind == "F" else "backward"
-            work = LayerWork(held.layer, tp, load, name, held.input_grad, split)
-            if kind == "F" or work.has_gradient:
-                total += self.costs.seconds(work)
-                if kind == "B" and held.recompute:
-                    total += self.costs.seconds(LayerWork(held.layer, tp, load, "recompute", split=split))
-        return total
+        return sum(self.costs.seconds(work) for held in layers for work in _works(kind, held, content, load))
 
-    def _cut(self, action: Partial) -> tuple[float, float]:
-        """Return the seconds of some segments with all their collectives, and of the one that is left under way."""
+    def _cut(self, action: Partial) -> "_Cut":
+        """Return what some segments take, without the collective that they leave under way."""
         content, kind, mb = self._contents[action.stage], action.kind, action.mb
         key = (content.number, kind, mb.replica, mb.index)
         if key not in self._pieces:
@@ -386,15 +431,19 @@ class ModelTiming:
                 for held, num_pieces in zip(content.layers, stage.pieces, strict=True)
                 for piece in self._of_layer(kind, held, num_pieces, content, load)
             ]
-            self._pieces[key] = [0.0, *accumulate(piece.total_s for piece in pieces)], pieces
-        sums, pieces = self._pieces[key]
-        seconds_in_pass = sums[action.hi] - sums[action.lo]
+            seconds = [0.0, *accumulate(piece.total_s for piece in pieces)]
+            computing = [0.0, *accumulate(piece.compute_s for piece in pieces)]
+            self._pieces[key] = seconds, computing, pieces
+        seconds, computing, pieces = self._pieces[key]
+        seconds_in_pass = seconds[action.hi] - seconds[action.lo]
+        waiting_s = seconds_in_pass - (computing[action.hi] - computing[action.lo])
         if finished_pass(self.graph, action):
-            return seconds_in_pass, 0.0
+            return _Cut(seconds_in_pass, 0.0, waiting_s)
         last = pieces[action.hi - 1 if kind == "F" else action.lo]
         cut_s = self.costs.cut() if self.loads.loads[mb].tokens else 0.0
         # Nothing that follows in the pass hides the collective.
-        return seconds_in_pass + cut_s + last.hidden_s, last.collective_s
+        left_s = last.collective_s - last.hidden_s
+        return _Cut(seconds_in_pass - left_s + cut_s, last.collective_s, waiting_s - left_s)
 
     def _of_layer(
         self, kind: Direction, held: StageLayer, num_pieces: int, content: StageContent, load: TokenLoad
@@ -406,8 +455,8 @@ class ModelTiming:
         return self.costs.pieces(LayerWork(held.layer, tp, load, name, input_grad=held.input_grad, split=split))
 
     @cached_property
-    def _pieces(self) -> dict[tuple[int, Direction, int, int], tuple[list[float], list[PieceCost]]]:
-        """Seconds before each segment, and the segments, by number of the stage, kind, replica and index."""
+    def _pieces(self) -> dict[tuple[int, Direction, int, int], tuple[list[float], list[float], list[PieceCost]]]:
+        """By number of the stage, kind, replica and index: seconds and compute before each segment; the segments."""
         return {}
 
     @cached_property
@@ -438,6 +487,11 @@ class ModelTiming:
     @cached_property
     def _compute_s(self) -> dict[tuple[int, Direction, int, int, int, int], float]:
         """Cache of `compute`, by number of the stage, kind, segments, replica and index of the microbatch."""
+        return {}
+
+    @cached_property
+    def _waiting_s(self) -> dict[tuple[int, Direction, int, int, int, int], float]:
+        """Cache of `tp_wait`, with the keys of `compute`."""
         return {}
 
     @cached_property

@@ -19,9 +19,10 @@ class BubbleAccount:
     `pp_cooldown` too. Collectives that hold the rank are bubbles: `tp` (sharing in a TP group), `dispatch`,
     `dp_gather`, or `dp_reduce` (shared weights, the norm). Reductions of gradients hold it in `Step` only: that wait is
     `dp_reduce` while a reduction runs, and `imbalance` while one waits for other replicas. The gathering of a chunk's
-    parameters holds it in the chunk's first forward: that wait is `dp_gather` until they are there. Tensor parallelism
-    inside compute counts as compute, but a wait before a later part of a forward or backward, for the collective that
-    the part before left under way, is `tp`.
+    parameters holds it in the chunk's first forward: that wait is `dp_gather` until they are there. A wait before a
+    later part of a forward or backward, for the collective that the part before left under way, is `tp`. What a pass
+    waits for its own collectives of tensor parallelism is `tp_layers`: a simulation knows it, a recorded step counts
+    it as compute.
     """
 
     forwards_left: int
@@ -36,11 +37,17 @@ class BubbleAccount:
         return cls(sum(is_forward(action) for action in actions))
 
     def add(
-        self, action: Compute | Collective, start_s: float, duration_s: float, awaited: Iterable[Interval] = ()
+        self,
+        action: Compute | Collective,
+        start_s: float,
+        duration_s: float,
+        awaited: Iterable[Interval] = (),
+        tp_wait_s: float = 0.0,
     ) -> None:
         """Add the rank's next action, and the wait before it.
 
-        awaited: when the asynchronous collectives ran whose end the action waits for.
+        awaited: when the asynchronous collectives ran whose end the action waits for. tp_wait_s: of the duration, how
+        long the rank waits for collectives inside layers.
         """
         if isinstance(action, Step):
             self._add_wait_for_reductions(awaited, start_s)
@@ -49,6 +56,7 @@ class BubbleAccount:
         self.bubbles[self._waiting_kind(action)] += start_s - self.clock
         if isinstance(action, Compute):
             self.has_computed = True
+            self.bubbles["tp_layers"] += tp_wait_s
             if isinstance(action, Partial):
                 self.started.add(pass_of(action))
             self.forwards_left -= is_forward(action)

@@ -24,7 +24,9 @@ from mmtrain.program.ir.actions import (
 )
 from mmtrain.program.ir.segments import direction
 
-BubbleKind = Literal["dp_gather", "dp_reduce", "pp_warmup", "pp_cooldown", "pp_other", "tp", "dispatch", "imbalance"]
+BubbleKind = Literal[
+    "dp_gather", "dp_reduce", "pp_warmup", "pp_cooldown", "pp_other", "tp", "tp_layers", "dispatch", "imbalance"
+]
 BUBBLE_KINDS: tuple[BubbleKind, ...] = (
     "dp_gather",
     "dp_reduce",
@@ -32,6 +34,7 @@ BUBBLE_KINDS: tuple[BubbleKind, ...] = (
     "pp_cooldown",
     "pp_other",
     "tp",
+    "tp_layers",
     "dispatch",
     "imbalance",
 )
