@@ -7,7 +7,8 @@ from mmtrain.balance import SampleLengths
 from mmtrain.planning.artifact.plan import Plan
 from mmtrain.planning.formulate import formulate_problem
 from mmtrain.planning.planner import plan
-from mmtrain.planning.search.mesh_enumeration import Choices, bounded_mesh_assignments
+from mmtrain.planning.search.mesh_enumeration import Choices, all_disaggregated, unified_assignments
+from mmtrain.planning.space.budget import DEFAULT_BUDGET
 from mmtrain.planning.space.candidate import MeshAssignment
 from mmtrain.recipe import Recipe
 
@@ -19,4 +20,5 @@ def plan_recipe(recipe: Recipe, lengths: SampleLengths, **arguments: Any) -> Pla
 
 def mesh_assignments(choices: Choices, num_ranks: int) -> Iterator[MeshAssignment]:
     """List every mesh assignment that uses exactly `num_ranks` ranks."""
-    return (assignment for _, assignment in bounded_mesh_assignments(choices, num_ranks))
+    yield from unified_assignments(choices, num_ranks)
+    yield from all_disaggregated(choices, num_ranks, DEFAULT_BUDGET.meshes)

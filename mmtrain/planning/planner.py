@@ -19,6 +19,7 @@ from mmtrain.planning.artifact.plan import AS_FAST_RATIO, Alternative, Placement
 from mmtrain.planning.evaluate.evaluator import Evaluator, verify_program
 from mmtrain.planning.evaluate.lower_bounds import describe_excluded
 from mmtrain.planning.formulate import require_feasible
+from mmtrain.planning.search.best_first_search import CUT_SHORT_LABEL
 from mmtrain.planning.search.mesh_enumeration import unit_mesh_sizes
 from mmtrain.planning.search.strategies import run_strategies
 from mmtrain.planning.search.variants import has_faster_plan, variants_of, with_activations_again
@@ -58,6 +59,7 @@ def plan(problem: PlanningProblem, *, budget: SearchBudget = DEFAULT_BUDGET) -> 
     excluded = excluded_by_memory_bound(evaluator, results)
     # If the plan is `replicated`, always list the FSDP and DDP baselines.
     labels = tuple(map(baseline_label, SHARDED_RULES)) if chosen.placement == "replicated" else ()
+    labels = (*labels, CUT_SHORT_LABEL)
     alternatives = best_alternatives([*losers, *excluded], num_shown, labels)
     compares_spreads = request.measure is None and request.names_losers
     by_spread = other_choices(results.candidates, evaluator) if compares_spreads else ()

@@ -14,7 +14,7 @@ from mmtrain.planning.layer_costs.layer_partition import (
     layout_graph,
     partitioned_layout,
 )
-from mmtrain.planning.search.best_first_search import best_first_search
+from mmtrain.planning.search.best_first_search import AllocatedCandidates, best_first_search
 from mmtrain.planning.space.budget import DEFAULT_BUDGET
 from mmtrain.planning.space.candidate import Candidate, LayerPartition
 from mmtrain.program.schedules.builder import in_flight_microbatches
@@ -105,7 +105,7 @@ def least_step(instance: Instance) -> float:
 
 def fastest_found(instance: Instance) -> float:
     """Return the seconds of the step that the search finds, or infinity."""
-    return best_first_search(instance.candidates, instance.evaluator, num_simulated=1).fastest_s
+    return best_first_search(AllocatedCandidates(instance.candidates), instance.evaluator, num_simulated=1).fastest_s
 
 
 def _all_that_fit(instance: Instance) -> Iterator[Candidate]:

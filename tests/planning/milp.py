@@ -20,7 +20,7 @@ from mmtrain.planning.layer_costs.layer_partition import (
     layout_graph,
     partitioned_layout,
 )
-from mmtrain.planning.search.best_first_search import best_first_search
+from mmtrain.planning.search.best_first_search import AllocatedCandidates, best_first_search
 from mmtrain.planning.space.candidate import Candidate
 from mmtrain.program.schedules.builder import in_flight_microbatches
 from tests.planning.exhaustive import all_candidates
@@ -43,7 +43,7 @@ class Pipeline:
 
     def planned(self) -> float:
         """Return the simulated seconds of the step that the search finds; infinity where nothing fits."""
-        return best_first_search([self.candidate], self.evaluator, num_simulated=1).fastest_s
+        return best_first_search(AllocatedCandidates([self.candidate]), self.evaluator, num_simulated=1).fastest_s
 
     def simulated(self, partition: ChainPartition) -> float | None:
         """Return the simulated seconds of the step under a partition, recomputing what memory demands.

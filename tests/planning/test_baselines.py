@@ -1,6 +1,5 @@
 """Baselines follow their rules, are simulated like any plan, and are never faster than the chosen plan."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -25,9 +24,9 @@ from mmtrain.planning.evaluate.evaluator import Evaluator
 from mmtrain.planning.layer_costs.layer_costs import FORWARD
 from mmtrain.planning.layer_costs.layer_partition import FloatArray, LayerChain, chunk_seconds
 from mmtrain.planning.planner import plan
-from mmtrain.planning.search.best_first_search import best_first_search
-from mmtrain.planning.search.mesh_enumeration import bounded_mesh_assignments
-from mmtrain.planning.space.candidate import EQUAL_STEP_TIME_RATIO, Candidate, SearchResults
+from mmtrain.planning.search.best_first_search import AllocatedCandidates, best_first_search
+from mmtrain.planning.search.strategies import allocate_ranks
+from mmtrain.planning.space.candidate import EQUAL_STEP_TIME_RATIO, SearchResults
 from mmtrain.planning.space.problem import PlanningProblem, PlanRequest
 from mmtrain.planning.space.sample_batches import UnitSplit
 from mmtrain.program import build_program
@@ -54,8 +53,8 @@ def baseline_planner(
     evaluator = Evaluator(problem_for(settings, hardware, world_size))
     if memory_bytes is not None:
         evaluator = with_memory(evaluator, memory_bytes)
-    bounded = bounded_mesh_assignments(evaluator.problem.choices, world_size, evaluator.time_lower_bound)
-    return BaselinePlanner(evaluator, [evaluator.enumerated(assignment).bounded(s) for s, assignment in bounded])
+    listed, first, *_ = allocate_ranks(evaluator, evaluator.budget)
+    return BaselinePlanner(evaluator, [*listed, *(candidate for _, candidate in first)])
 
 
 def problem(settings: Recipe, world_size: int, **request: Any) -> PlanningProblem:
@@ -138,9 +137,9 @@ def test_a_baseline_faster_than_everything_searched_becomes_the_plan(monkeypatch
     """Choose a baseline that a search that cannot try everything has overlooked."""
     baselines = baseline_planner(recipe(**SMALL), 2).plan_all()
 
-    def search_slow_ones(candidates: Sequence[Candidate], *more: Any) -> SearchResults:
-        results = best_first_search([c for c in candidates if c.placement == "disaggregated"], *more)
-        return replace(results, enumerated=tuple(candidates))
+    def search_slow_ones(allocated: AllocatedCandidates, *more: Any) -> SearchResults:
+        results = best_first_search(allocated.only("disaggregated"), *more)
+        return replace(results, enumerated=tuple(allocated.listed))
 
     monkeypatch.setattr("mmtrain.planning.search.strategies.best_first_search", search_slow_ones)
     unrestricted = problem(recipe(**SMALL), 2)

@@ -8,7 +8,7 @@ from mmtrain.costs.rank_memory import MEMORY_MARGIN
 from mmtrain.errors import ProgramError
 from mmtrain.planning.colocated.colocated_search import search_colocated
 from mmtrain.planning.evaluate.evaluator import Evaluator, verify_program
-from mmtrain.planning.search.best_first_search import best_first_search
+from mmtrain.planning.search.best_first_search import AllocatedCandidates, best_first_search
 from mmtrain.planning.space.candidate import Candidate, CandidateStage
 from tests.planning.exhaustive import Instance, all_candidates, by_placement
 from tests.planning.factory import evaluator_for, recipe, with_memory
@@ -23,7 +23,10 @@ RECIPES: dict[str, dict[str, Any]] = {
 def simulated_candidates(evaluator: Evaluator) -> tuple[Candidate, ...]:
     """Return the fastest partition of several meshes of every placement that can be run."""
     instances = by_placement(Instance(evaluator, all_candidates(evaluator, 4)))
-    results = [best_first_search(instance.candidates, evaluator, num_simulated=4) for instance in instances]
+    results = [
+        best_first_search(AllocatedCandidates(instance.candidates), evaluator, num_simulated=4)
+        for instance in instances
+    ]
     return search_colocated(evaluator, 4).merged(*results).candidates
 
 
@@ -51,7 +54,7 @@ def test_a_candidate_advances_in_the_order_of_its_stages() -> None:
         _ = candidate.layout
     with pytest.raises(AssertionError, match="not SIMULATED"):
         _ = candidate.step_time_s
-    best = best_first_search([candidate], evaluator, num_simulated=1).best
+    best = best_first_search(AllocatedCandidates([candidate]), evaluator, num_simulated=1).best
     assert best is not None
     assert (best.id, best.stage) == (candidate.id, CandidateStage.SIMULATED)
     with pytest.raises(AssertionError, match="already past BOUNDED"):

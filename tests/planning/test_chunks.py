@@ -7,7 +7,9 @@ import pytest
 
 from mmtrain.errors import PlanError
 from mmtrain.planning import Plan
-from mmtrain.planning.search.mesh_enumeration import bounded_mesh_assignments
+from mmtrain.planning.evaluate.evaluator import Evaluator
+from mmtrain.planning.search.strategies import allocate_ranks
+from mmtrain.planning.space.budget import DEFAULT_BUDGET
 from tests.planning.exhaustive import Instance, all_candidates, everything, fastest_found
 from tests.planning.factory import VISION, evaluator_for, lengths, problem_for, recipe
 from tests.plans import mesh_assignments, plan_recipe
@@ -52,10 +54,9 @@ def test_on_large_clusters_only_pipelines_that_take_long_to_fill_have_chunks(
 ) -> None:
     wide = {"layers": 24, "hidden": 1024, "ffn": 4096}
     settings = recipe(vision=vision, llm=wide, parallel={"placement": "disaggregated", "vision": OWN})
-    evaluator = evaluator_for(settings)
-    bounded = bounded_mesh_assignments(evaluator.problem.choices, 12, evaluator.time_lower_bound)
-    apart = [assignment for _, assignment in bounded if assignment.placement == "disaggregated"]
-    assert {s.meshes["vision"].vpp for s in apart} == expected
+    evaluator = Evaluator(problem_for(settings, world_size=12))
+    _, apart, *_ = allocate_ranks(evaluator, DEFAULT_BUDGET)
+    assert {candidate.assignment.meshes["vision"].vpp for _, candidate in apart} == expected
 
 
 def test_the_search_finds_the_best_number_of_chunks() -> None:

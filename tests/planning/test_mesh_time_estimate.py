@@ -1,20 +1,21 @@
 """The seconds of a mesh whose memory makes it recompute layers, by which the allocation orders meshes."""
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 
+from mmtrain.planning.artifact.layout import MeshSize
 from mmtrain.planning.evaluate.evaluator import Evaluator
 from mmtrain.planning.evaluate.mesh_time_estimate import balanced_seconds
-from mmtrain.planning.space.candidate import UnitTimeBound
 from tests.planning.factory import evaluator_for, recipe, with_memory
 from tests.plans import mesh_assignments
 
 MIB = 2**20
 
 
-def seconds_of_all_meshes(evaluator: Evaluator, seconds: UnitTimeBound) -> list[float]:
+def seconds_of_all_meshes(evaluator: Evaluator, seconds: Callable[[str, MeshSize, int], float]) -> list[float]:
     """Return the seconds of each unit of every assignment with ranks of its own, on four ranks."""
     return [
         seconds(unit, mesh, assignment.num_microbatches[unit])
@@ -24,10 +25,10 @@ def seconds_of_all_meshes(evaluator: Evaluator, seconds: UnitTimeBound) -> list[
     ]
 
 
-def test_a_mesh_takes_as_long_as_its_bound_where_memory_is_ample_and_longer_the_less_there_is() -> None:
+def test_a_mesh_takes_as_long_as_without_memory_where_memory_is_ample_and_longer_the_less_there_is() -> None:
     ample = evaluator_for(recipe(llm={"layers": 4}))
     before = seconds_of_all_meshes(ample, ample.mesh_time_estimate_within(1.0))
-    assert before == seconds_of_all_meshes(ample, ample.time_lower_bound)
+    assert before == seconds_of_all_meshes(ample, ample.mesh_times.filled_seconds)
     num_longer = []
     for memory_mib in (32, 24, 16, 8):
         tight = with_memory(ample, memory_mib * MIB)
@@ -42,11 +43,11 @@ def test_a_mesh_takes_as_long_as_its_bound_where_memory_is_ample_and_longer_the_
     assert before.count(math.inf) > 0
 
 
-def test_where_all_layers_are_recomputed_anyway_the_estimate_is_the_bound_or_infinite() -> None:
+def test_where_all_layers_are_recomputed_anyway_the_estimate_knows_of_no_more_or_is_infinite() -> None:
     parallel = {unit: {"recompute": "all"} for unit in ("vision", "llm")}
     evaluator = with_memory(evaluator_for(recipe(llm={"layers": 4}, parallel=parallel)), 12 * MIB)
     estimates = seconds_of_all_meshes(evaluator, evaluator.mesh_time_estimate_within(1.0))
-    bounds = seconds_of_all_meshes(evaluator, evaluator.time_lower_bound)
+    bounds = seconds_of_all_meshes(evaluator, evaluator.mesh_times.filled_seconds)
     finite = [(new, old) for new, old in zip(estimates, bounds, strict=True) if new < math.inf]
     assert 0 < len(finite) < len(estimates)
     assert all(new >= old for new, old in finite)

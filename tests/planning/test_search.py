@@ -17,7 +17,7 @@ from mmtrain.planning.layer_costs.layer_partition import (
     partitioned_layout,
     whole_root,
 )
-from mmtrain.planning.search.best_first_search import SearchNode, _Search, best_first_search
+from mmtrain.planning.search.best_first_search import AllocatedCandidates, SearchNode, _Search, best_first_search
 from mmtrain.planning.space.budget import DEFAULT_BUDGET
 from mmtrain.planning.space.candidate import EQUAL_STEP_TIME_RATIO, Candidate
 from mmtrain.program.schedules.builder import in_flight_microbatches
@@ -45,7 +45,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
 
 def holds(instance: Instance, fastest_s: float) -> None:
     """Check that the search finds the fastest plan, which takes `fastest_s`, ranks by step time and chooses by that."""
-    results = best_first_search(instance.candidates, instance.evaluator, num_simulated=1)
+    results = best_first_search(AllocatedCandidates(instance.candidates), instance.evaluator, num_simulated=1)
     if fastest_s == math.inf:
         assert not results.candidates
         return
@@ -69,7 +69,7 @@ def test_the_search_finds_the_fastest_of_all_plans(seed: int) -> None:
 @pytest.mark.parametrize("seed", [3, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (0, 1, 2))])
 def test_every_placement_is_ranked_by_its_best_plan(seed: int) -> None:
     instance = random_instance(seed, max_partitions=120)
-    results = best_first_search(instance.candidates, instance.evaluator, num_simulated=1)
+    results = best_first_search(AllocatedCandidates(instance.candidates), instance.evaluator, num_simulated=1)
     for alone in by_placement(instance):
         placement = alone.candidates[0].placement
         ranked_s = min((c.step_time_s for c in results.candidates if c.placement == placement), default=math.inf)
@@ -85,7 +85,7 @@ def test_within_one_percent_the_simplest_mechanism_is_chosen(seed: int) -> None:
         level = candidate.assignment.complexity_level
         fastest_s[level] = min(candidate.step_time_s, fastest_s.get(level, math.inf))
     limit_s = min(fastest_s.values()) * AS_FAST_RATIO
-    best = best_first_search(instance.candidates, instance.evaluator, num_simulated=1).best
+    best = best_first_search(AllocatedCandidates(instance.candidates), instance.evaluator, num_simulated=1).best
     assert best is not None
     assert best.assignment.complexity_level == min(
         number for number, seconds in fastest_s.items() if seconds <= limit_s
@@ -148,7 +148,7 @@ def test_estimates_bound_the_simulator_and_lower_bounds_the_estimates(case: str,
 
 
 def fastest_fitting(candidates: list[Candidate], evaluator: Evaluator) -> Candidate:
-    best = best_first_search(candidates, evaluator, num_simulated=1).best
+    best = best_first_search(AllocatedCandidates(candidates), evaluator, num_simulated=1).best
     assert best is not None
     return best
 
@@ -200,11 +200,11 @@ def test_roots_of_powers_are_whole(value: int, degree: int, root: int) -> None:
 
 def test_a_runner_up_that_does_not_fit_is_not_queued_again(monkeypatch: pytest.MonkeyPatch) -> None:
     instance = random_instance(3, max_partitions=120)
-    best = best_first_search(instance.candidates, instance.evaluator, num_simulated=1).best
+    best = best_first_search(AllocatedCandidates(instance.candidates), instance.evaluator, num_simulated=1).best
     assert best is not None
     assert best.partition is not None
     faster = Candidate(best.id, best.assignment).partitioned(best.partition).estimated(best.step_time_s / 2)
-    search = _Search([], instance.evaluator, num_simulated=1)
+    search = _Search(AllocatedCandidates([]), instance.evaluator, num_simulated=1)
     search.is_exhaustive = False
     search.best = {best.id: best}
     search.runner_ups = {best.id: [faster, faster, faster]}
@@ -217,12 +217,12 @@ def test_a_runner_up_that_does_not_fit_is_not_queued_again(monkeypatch: pytest.M
 
 def test_simulated_candidates_leave_room_for_explanations(monkeypatch: pytest.MonkeyPatch) -> None:
     instance = random_instance(3, max_partitions=120)
-    results = best_first_search(instance.candidates, instance.evaluator, num_simulated=1)
+    results = best_first_search(AllocatedCandidates(instance.candidates), instance.evaluator, num_simulated=1)
     assert results.best is not None
     budget = instance.evaluator.budget
     explanations = replace(budget.explanations, max_unsearched=1)
     monkeypatch.setattr(instance.evaluator, "budget", replace(budget, explanations=explanations))
-    search = _Search([], instance.evaluator, num_simulated=1)
+    search = _Search(AllocatedCandidates([]), instance.evaluator, num_simulated=1)
     search.best = {results.best.id: results.best}
     others = [candidate for candidate in instance.candidates if candidate.id != results.best.id]
     search.queue = [SearchNode(results.best.step_time_s, candidate) for candidate in others]

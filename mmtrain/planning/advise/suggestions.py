@@ -12,8 +12,8 @@ from mmtrain.planning.evaluate.evaluator import Evaluator
 from mmtrain.planning.evaluate.memory_fit import fit_memory
 from mmtrain.planning.layer_costs.layer_costs import LayerCosts, SpSizes
 from mmtrain.planning.layer_costs.layer_partition import anchored_partition, layout_graph, partitioned_layout
-from mmtrain.planning.search.mesh_enumeration import bounded_mesh_assignments
 from mmtrain.planning.search.replicated import enumerate_replicated, fit_replicated, shard_sizes
+from mmtrain.planning.search.strategies import possible_assignments
 from mmtrain.planning.search.variants import OFFLOAD_MODES
 from mmtrain.planning.space.candidate import Candidate, FittedLayout, MeshAssignment, SearchResults
 from mmtrain.planning.space.constraints import RecomputeMode, unit_choices
@@ -104,14 +104,11 @@ def _suggest_bf16_moments(evaluator: Evaluator, assignments: Sequence[MeshAssign
 def _suggest_ranks(evaluator: Evaluator, assignments: Sequence[MeshAssignment]) -> Iterator[str]:
     """Suggest the smallest power of two times the ranks on which a plan of the same placements fits."""
     problem, budget = evaluator.problem, evaluator.budget
-    ranks_per_node = problem.hardware.ranks_per_node
     placements = {assignment.placement for assignment in assignments}
     for doubling in range(1, budget.explanations.max_rank_doublings + 1):
         num_ranks = problem.cluster.num_ranks * 2**doubling
-        bounded = bounded_mesh_assignments(
-            problem.choices, num_ranks, evaluator.time_lower_bound, budget.meshes, ranks_per_node
-        )
-        larger = (assignment for _, assignment in bounded if assignment.placement in placements)
+        possible = possible_assignments(evaluator, problem.choices, num_ranks)
+        larger = (assignment for assignment in possible if assignment.placement in placements)
         divided = list(islice(larger, budget.explanations.max_meshes_scanned))
         if _fits(evaluator, divided) or replicated_fits_on(evaluator, num_ranks):
             yield f"{num_ranks} ranks"
@@ -130,10 +127,8 @@ def _suggest_shared_sequences(evaluator: Evaluator, assignments: Sequence[MeshAs
         if cp <= max(problem.choices[LLM].cp) or _wrong_settings(recipe) - _wrong_settings(problem.recipe):
             continue
         choices = unit_choices(recipe, problem.shape, ranks_per_node, budget.meshes)
-        bounded = bounded_mesh_assignments(
-            choices, problem.cluster.num_ranks, evaluator.time_lower_bound, budget.meshes, ranks_per_node
-        )
-        sharing = (assignment for _, assignment in bounded if assignment.placement in placements)
+        possible = possible_assignments(evaluator, choices, problem.cluster.num_ranks)
+        sharing = (assignment for assignment in possible if assignment.placement in placements)
         if _fits(evaluator, list(islice(sharing, budget.explanations.max_meshes_scanned))):
             yield f"parallel.llm.cp: {cp}"
             return

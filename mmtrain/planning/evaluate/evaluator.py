@@ -16,7 +16,7 @@ from mmtrain.planning.evaluate.layout_simulation import (
     scheduled_graph,
     simulate_unless_slow,
 )
-from mmtrain.planning.evaluate.lower_bounds import UnitMemoryBound, unit_time_bound
+from mmtrain.planning.evaluate.lower_bounds import MeshTimes, UnitMemoryBound, unit_time_bound
 from mmtrain.planning.evaluate.memory_fit import MemoryMisfit, explain_misfit, fit_memory, within_host_memory
 from mmtrain.planning.evaluate.mesh_time_estimate import MeshTimeEstimate
 from mmtrain.planning.evaluate.step_time_estimator import StepTimeEstimator
@@ -68,17 +68,22 @@ class Evaluator:
         return UnitMemoryBound(self.layer_costs)
 
     @cached_property
+    def mesh_times(self) -> MeshTimes:
+        """The seconds of a unit's mesh in a step, whether or not it fits into memory."""
+        return MeshTimes(self.layer_costs, self.budget.bounds)
+
+    @cached_property
     def time_lower_bound(self) -> UnitTimeBound:
         """The least seconds of a unit's mesh in a step; infinite where it cannot fit into memory."""
         return self.time_lower_bound_within(1.0)
 
     def time_lower_bound_within(self, share: float) -> UnitTimeBound:
         """Return the bound that is infinite where a unit cannot fit into this share of the memory."""
-        return unit_time_bound(self.layer_costs, self.memory_lower_bound, share * self.memory_bytes, self.budget.bounds)
+        return unit_time_bound(self.mesh_times, self.memory_lower_bound, share * self.memory_bytes)
 
-    def mesh_time_estimate_within(self, share: float) -> UnitTimeBound:
-        """Return the seconds of a unit's mesh in a step, with the recomputation that this share of the memory needs."""
-        return MeshTimeEstimate(self.layer_costs, self.time_lower_bound_within(share), share * self.memory_bytes)
+    def mesh_time_estimate_within(self, share: float) -> MeshTimeEstimate:
+        """Return what estimates the seconds of a unit in a step if it has this share of the memory."""
+        return MeshTimeEstimate(self.layer_costs, self.mesh_times, self.memory_lower_bound, share * self.memory_bytes)
 
     def enumerated(self, assignment: MeshAssignment) -> Candidate:
         """Return a new candidate, under a number of its own."""

@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -24,7 +24,7 @@ from mmtrain.planning.artifact.plan import Alternative, Placement
 from mmtrain.planning.layer_costs.layer_costs import RECOMPUTE, FloatArray, LayerCosts
 from mmtrain.planning.space.budget import DEFAULT_BUDGET, BoundBudget
 from mmtrain.planning.space.candidate import UnitTimeBound
-from mmtrain.planning.space.sample_batches import BatchSplit, UnitSplit, unit_split
+from mmtrain.planning.space.sample_batches import unit_split
 from mmtrain.program.ir.graph import LLM
 
 
@@ -198,43 +198,70 @@ def _kind_bytes(layer_costs: LayerCosts, unit: str, mesh: MeshSize, load: TokenL
     return KindBytes(*np.array(rows, dtype=np.float64).T)
 
 
-def unit_time_bound(
-    layer_costs: LayerCosts,
-    memory_bound: UnitMemoryBound,
-    memory_bytes: float,
-    budget: BoundBudget = DEFAULT_BUDGET.bounds,
-) -> UnitTimeBound:
-    """Return the lower bound of one unit's part in the step; infinite where it cannot fit into `memory_bytes`.
+class MeshTimes:
+    """The seconds of one unit's part in the step, by arithmetic on the mean microbatch, whether or not it fits.
 
     A pipeline of P ranks and M microbatches fills and drains. Part p is done no sooner than C if it takes
     (C - way to p) / M for each microbatch, which adds up to all work W of one microbatch for
     C = W / (1 - (1 - 1/M)^P). With several even model chunks per rank, the last rank waits for a microbatch to pass one
     chunk of each other rank.
     """
-    global_batch = layer_costs.batches.global_batch
-    unsplit: BatchSplit = tuple(UnitSplit(unit.name, 1, global_batch) for unit in layer_costs.shape.units)
-    known_seconds: dict[tuple[str, int, int], float] = {}
 
-    def microbatch_seconds(unit: str, mesh: MeshSize) -> float:
-        """Seconds of all layers for one microbatch, on the slowest of the ranks that share it."""
-        key = (unit, mesh.tp, mesh.cp)
-        if key not in known_seconds:
-            split = unsplit if mesh.cp == 1 else (unit_split(unit, replace(mesh, dp=1), global_batch),)
-            mean = layer_costs.unit_times(unit, mesh.tp, split).mean
-            counted = mean.sum() if layer_costs.recompute[unit] == "all" else mean[:, :RECOMPUTE].sum()
-            share = 1.0 if unit == LLM else budget.merged_encoder_work_share
-            known_seconds[key] = float(counted) * share
-        return known_seconds[key]
+    def __init__(self, layer_costs: LayerCosts, budget: BoundBudget = DEFAULT_BUDGET.bounds) -> None:
+        self._layer_costs = layer_costs
+        self._budget = budget
+        self._known_seconds: dict[tuple[str, int, int, int], float] = {}
+
+    def seconds(self, unit: str, mesh: MeshSize, num_microbatches: int | None) -> float:
+        """Return the least seconds, however layers are divided.
+
+        num_microbatches: of a replica; None where they are not known, or do not decide how the pipeline fills.
+        """
+        if num_microbatches is None:
+            return self._replica_seconds(unit, mesh, None) / mesh.pp
+        replica_s = self._replica_seconds(unit, mesh, num_microbatches)
+        if mesh.vpp > 1:
+            fill = self._budget.interleaved_fill_share * (mesh.pp - 1) / mesh.vpp / num_microbatches
+            return replica_s / mesh.pp * (1 + fill)
+        return replica_s / num_microbatches / (1 - (1 - 1 / num_microbatches) ** mesh.pp)
+
+    def filled_seconds(self, unit: str, mesh: MeshSize, num_microbatches: int) -> float:
+        """Return the seconds if layers are divided evenly: P - 1 parts of a microbatch fill and drain the pipeline."""
+        fill = (mesh.pp - 1) / mesh.vpp / num_microbatches
+        return self._replica_seconds(unit, mesh, num_microbatches) / mesh.pp * (1 + fill)
+
+    def round_trip(self, unit: str, mesh: MeshSize, num_microbatches: int) -> float:
+        """Return the seconds in which a mean microbatch passes all layers of the unit, down and back."""
+        return self._replica_seconds(unit, mesh, num_microbatches) / num_microbatches
+
+    def _replica_seconds(self, unit: str, mesh: MeshSize, num_microbatches: int | None) -> float:
+        """Seconds of all layers for all microbatches of a replica, on the slowest of the ranks that share them."""
+        global_batch = self._layer_costs.batches.global_batch
+        num_merged = 1 if num_microbatches is None else max(1, global_batch // (mesh.dp * num_microbatches))
+        key = (unit, mesh.tp, mesh.cp, num_merged)
+        if key not in self._known_seconds:
+            self._known_seconds[key] = self._group_seconds(*key)
+        return self._known_seconds[key] * global_batch / mesh.dp
+
+    def _group_seconds(self, unit: str, tp: int, cp: int, num_merged: int) -> float:
+        """Seconds of all layers for a group of the batch, in microbatches of `num_merged` groups."""
+        costs = self._layer_costs
+        if cp == 1:
+            times = costs.merged_times(unit, tp, num_merged)
+        else:  # the LLM alone, whose microbatches are groups
+            mesh, global_batch = MeshSize(tp, 1, 1, cp=cp), costs.batches.global_batch
+            times = costs.unit_times(unit, tp, (unit_split(unit, mesh, global_batch),))
+        mean = times.mean
+        counted = mean.sum() if costs.recompute[unit] == "all" else mean[:, :RECOMPUTE].sum()
+        return float(counted) / num_merged
+
+
+def unit_time_bound(times: MeshTimes, memory_bound: UnitMemoryBound, memory_bytes: float) -> UnitTimeBound:
+    """Return the least seconds of one unit's part in the step; infinite where it cannot fit into `memory_bytes`."""
 
     def bound(unit: str, mesh: MeshSize, num_microbatches: int | None, in_flight_behind: int = 0) -> float:
         if not memory_bound.may_fit(unit, mesh, num_microbatches, in_flight_behind, memory_bytes):
             return math.inf
-        replica_s = microbatch_seconds(unit, mesh) * global_batch / mesh.dp
-        if num_microbatches is None:
-            return replica_s / mesh.pp
-        if mesh.vpp > 1:
-            fill = budget.interleaved_fill_share * (mesh.pp - 1) / mesh.vpp / num_microbatches
-            return replica_s / mesh.pp * (1 + fill)
-        return replica_s / num_microbatches / (1 - (1 - 1 / num_microbatches) ** mesh.pp)
+        return times.seconds(unit, mesh, num_microbatches)
 
     return bound

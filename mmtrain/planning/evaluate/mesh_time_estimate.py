@@ -10,9 +10,8 @@ import numpy as np
 
 from mmtrain.costs import TokenLoad
 from mmtrain.planning.artifact.layout import MeshSize
-from mmtrain.planning.evaluate.lower_bounds import KindBytesByMesh
+from mmtrain.planning.evaluate.lower_bounds import KindBytesByMesh, MeshTimes, UnitMemoryBound
 from mmtrain.planning.layer_costs.layer_costs import RECOMPUTE, FloatArray, LayerCosts
-from mmtrain.planning.space.candidate import UnitTimeBound
 from mmtrain.program.ir.graph import LLM
 
 MAX_NEWTON_STEPS = 50  # from below on a concave, piecewise linear function: a handful reach the solution
@@ -26,28 +25,28 @@ class MeshTimeEstimate:
     recomputes more and gets less of the unit. Stages are not, so the real step may be a little shorter or longer.
     """
 
-    def __init__(self, layer_costs: LayerCosts, bound: UnitTimeBound, memory_bytes: float) -> None:
+    def __init__(
+        self, layer_costs: LayerCosts, times: MeshTimes, memory_bound: UnitMemoryBound, memory_bytes: float
+    ) -> None:
         """Estimate under these costs.
 
-        bound: the seconds without any recomputation. memory_bytes: of a rank.
+        times: the seconds without any recomputation. memory_bytes: of a rank.
         """
         self._layer_costs = layer_costs
-        self._bound = bound
+        self._times = times
+        self._memory_bound = memory_bound
         self._memory_bytes = memory_bytes
         self._kinds_of = KindBytesByMesh(layer_costs, self._largest_load)
         self._seconds: dict[tuple[str, int], tuple[float, float]] = {}
         self._ratios: dict[tuple[str, MeshSize, int, int], float] = {}
 
-    def __call__(self, unit: str, mesh: MeshSize, num_microbatches: int | None, in_flight_behind: int = 0) -> float:
+    def __call__(self, unit: str, mesh: MeshSize, num_microbatches: int, in_flight_behind: int = 0) -> float:
         """Return the seconds; infinite where too little memory is left even with all layers recomputed."""
-        bound_s = self._bound(unit, mesh, num_microbatches, in_flight_behind)
-        if math.isinf(bound_s):
-            return bound_s
-        count = num_microbatches or 1
-        key = (unit, mesh, count, in_flight_behind)
+        key = (unit, mesh, num_microbatches, in_flight_behind)
         if key not in self._ratios:
-            self._ratios[key] = self._recompute_ratio(*key)
-        return bound_s * self._ratios[key]
+            may_fit = self._memory_bound.may_fit(*key, self._memory_bytes)
+            self._ratios[key] = self._recompute_ratio(*key) if may_fit else math.inf
+        return self._times.filled_seconds(unit, mesh, num_microbatches) * self._ratios[key]
 
     def _recompute_ratio(self, unit: str, mesh: MeshSize, num_microbatches: int, in_flight_behind: int) -> float:
         """Return how many times as long the slowest rank computes as without recomputation."""

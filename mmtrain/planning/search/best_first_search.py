@@ -1,21 +1,22 @@
 """Find the fastest layer partition over all mesh assignments, best first: more work on a candidate tightens its bound.
 
-All candidates wait in one queue, ordered by a lower bound of their step time. The candidate with the least bound gets
-the next piece of work and goes back into the queue with a tighter bound (`NodeStage`): arithmetic, the exact optimum of
-a dynamic program for each layer chain, the memory that its anchor partition needs, an estimate of the anchor. The
-anchor of a chain is the partition whose slowest chunk is done soonest (OmniBal, arXiv 2407.20761). Then partitions are
-estimated: all of them if the whole search has few, else those near the anchor, so that the search is heuristic. The
-partition with the least estimate is fitted into memory and simulated. Candidates that cannot beat the fastest one cost
-no more work.
+Candidates wait in one queue, ordered by a lower bound of their step time. Where they are too many to list, the next one
+joins the queue when its estimate says that it may lead it. The candidate with the least bound gets the next piece of
+work and goes back into the queue with a tighter bound (`NodeStage`): arithmetic, the exact optimum of a dynamic program
+for each layer chain, the memory that its anchor partition needs, an estimate of the anchor. The anchor of a chain is
+the partition whose slowest chunk is done soonest (OmniBal, arXiv 2407.20761). Then partitions are estimated: all of
+them if the whole search has few, else those near the anchor, so that the search is heuristic. The partition with the
+least estimate is fitted into memory and simulated. Candidates that cannot beat the fastest one cost no more work.
 """
 
 import heapq
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from itertools import product
+from typing import NamedTuple
 
 from mmtrain.planning.artifact.plan import AS_FAST_RATIO, Placement
 from mmtrain.planning.evaluate.evaluator import Evaluator
@@ -47,7 +48,24 @@ from mmtrain.planning.space.candidate import (
 from mmtrain.planning.space.problem import Progress
 from mmtrain.program.ir.graph import LLM, StageId
 
+CUT_SHORT_LABEL = "next in line"  # of the first assignment that the budget left out
 RecomputeToFit = list[SpanRecompute | None]  # by chain, see `recompute_to_fit`; None where the anchor needs none
+
+
+class AllocatedCandidates(NamedTuple):
+    """Mesh assignments with lower bounds: some to begin with, and others, as many as are asked for."""
+
+    listed: Sequence[Candidate]
+    first: Sequence[tuple[float, Candidate]] = ()  # those with the least estimated seconds
+    further: Iterator[tuple[float, Candidate]] = iter(())  # and the others, in the order of theirs
+    # Returns more of those with the LLM's mesh of an assignment, in the order of theirs too.
+    near: "Callable[[MeshAssignment], Iterator[tuple[float, Candidate]]] | None" = None
+
+    def only(self, placement: Placement) -> "AllocatedCandidates":
+        """Return those of one placement that may fit; all but the listed ones are `disaggregated`."""
+        may_fit = [c for c in self.listed if c.placement == placement and math.isfinite(c.time_lower_bound_s)]
+        first = [entry for entry in self.first if math.isfinite(entry[1].time_lower_bound_s)]
+        return self._replace(listed=may_fit, first=first)
 
 
 class NodeStage(Enum):
@@ -94,7 +112,7 @@ class SearchNode:
 
 
 def best_first_search(
-    candidates: Sequence[Candidate], evaluator: Evaluator, num_simulated: int, progress: Progress | None = None
+    allocated: AllocatedCandidates, evaluator: Evaluator, num_simulated: int, progress: Progress | None = None
 ) -> SearchResults:
     """Simulate layouts in the order of their lower bounds until no other can be faster than the best one found.
 
@@ -102,17 +120,16 @@ def best_first_search(
     shows its best layout.
 
     Args:
-        candidates: mesh assignments with lower bounds.
+        allocated: mesh assignments with lower bounds.
         evaluator: estimates, fits and simulates them.
         num_simulated: simulate at least this many if they fit, so that the ranking has figures to show.
         progress: called with the number of candidates that are decided, and the number of all.
     """
-    search = _Search(candidates, evaluator, num_simulated)
+    search = _Search(allocated, evaluator, num_simulated)
     num_looked_at = 0
-    while search.queue and not search.is_decided():
-        node = heapq.heappop(search.queue)
+    for node in search.undecided():
         if progress is not None:
-            progress(num_looked_at, len(candidates))
+            progress(num_looked_at, len(search.candidates))
         num_looked_at += node.stage is NodeStage.START
         search.advance(node)
     if not search.is_exhaustive:
@@ -121,15 +138,24 @@ def best_first_search(
     if evaluator.problem.request.names_losers:
         search.search_losing_placements()
     search.reject_unsearched()
+    search.reject_further()
     if progress is not None:
-        progress(len(candidates), len(candidates))
-    return SearchResults(rank_candidates(search.best.values()), tuple(search.rejected), tuple(candidates))
+        progress(1, 1)
+    return SearchResults(rank_candidates(search.best.values()), tuple(search.rejected), tuple(search.candidates))
 
 
 class _Search:
-    def __init__(self, candidates: Sequence[Candidate], evaluator: Evaluator, num_simulated: int) -> None:
+    def __init__(self, allocated: AllocatedCandidates, evaluator: Evaluator, num_simulated: int) -> None:
         self.evaluator = evaluator
         self.budget = evaluator.budget.partitions
+        self.allocated = allocated
+        self.searched_near: set[int] = set()  # ids of candidates
+        self.candidates = [*allocated.listed, *(candidate for _, candidate in allocated.first)]
+        self.mesh_estimates = {candidate.id: seconds for seconds, candidate in allocated.first}
+        self.discount = self.budget.mesh_estimate_discount  # of the next estimate, see `_may_further_be_fastest`
+        self.least_ratio = math.inf  # of the estimate of an anchor over that of its meshes
+        self.further = allocated.further
+        self.next_further = next(self.further, None)
         self.num_simulated = num_simulated
         self.max_step_s = evaluator.problem.request.max_step_s
         self.rejected: list[Rejected] = []
@@ -139,12 +165,64 @@ class _Search:
         self.runner_ups: dict[int, list[Candidate]] = {}  # partitions with the next best estimates
         self.queue: list[SearchNode] = []
         self.num_queued = 0
+        self.max_estimated = self.budget.max_assignments  # of those that come one after another
+        self.next_in_line: tuple[float, Candidate] | None = None  # the first of them that the budget left out
         self.searched: Callable[[Candidate], bool] | None = None  # who competes; None: all do
-        assignments = (candidate.assignment for candidate in candidates)
+        assignments = (candidate.assignment for candidate in self.candidates)
         self.is_exhaustive = self._num_partitions(assignments) <= self.budget.max_partitions_to_try_all
         self.estimator = evaluator.estimator(None if self.is_exhaustive else self.budget.num_estimated_replica_groups)
-        for candidate in candidates:
+        for candidate in self.candidates:
             self._start(candidate)
+
+    def undecided(self) -> Iterator[SearchNode]:
+        """Take from the queue what may change the choice: from the least bound on, then near the fastest assignment."""
+        while True:
+            while self.has_undecided():
+                yield heapq.heappop(self.queue)
+            if not self.take_near_fastest():
+                return
+
+    def take_near_fastest(self) -> bool:
+        """Go on with the assignments near the fastest one; return False where that has been done."""
+        own = [candidate for candidate in self.best.values() if candidate.placement == "disaggregated"]
+        fastest = min(own, key=lambda candidate: candidate.step_time_s, default=None)
+        if self.allocated.near is None or fastest is None or fastest.id in self.searched_near:
+            return False
+        self.searched_near.add(fastest.id)
+        known = {str(candidate.assignment) for candidate in self.candidates}
+        near = self.allocated.near(fastest.assignment)
+        self.further = ((seconds, candidate) for seconds, candidate in near if str(candidate.assignment) not in known)
+        self.discount = self.budget.near_estimate_discount
+        self.max_estimated = len(self.mesh_estimates) + self.evaluator.budget.meshes.max_near_assignments
+        self.next_further = next(self.further, None)
+        return True
+
+    def has_undecided(self) -> bool:
+        """Return whether a candidate waits that may change the choice, after those whose turn it is have joined."""
+        while self._may_further_be_fastest():
+            assert self.next_further is not None
+            seconds, candidate = self.next_further
+            self.mesh_estimates[candidate.id] = seconds
+            self.candidates.append(candidate)
+            self._start(candidate)
+            self.next_further = next(self.further, None)
+        return bool(self.queue) and not self.is_decided()
+
+    def _may_further_be_fastest(self) -> bool:
+        """Return whether the next candidate that is not listed may lead the queue, and be faster than what is known.
+
+        Estimates of meshes leave out what all layouts of a recipe suffer alike, as microbatches that differ. So the
+        least ratio seen so far, between the estimate of a partition and that of its meshes, is taken as theirs too.
+        """
+        if self.next_further is None:
+            return False
+        if len(self.mesh_estimates) >= self.max_estimated:
+            if not self.searched_near:
+                self.next_in_line = self.next_further
+            return False
+        ratio = 1.0 if math.isinf(self.least_ratio) else self.least_ratio
+        first_s = self.queue[0].bound_s if self.queue else math.inf
+        return self.next_further[0] * ratio * self.discount <= min(first_s, self._fastest_s())
 
     def _start(self, candidate: Candidate) -> None:
         tp_group = candidate.assignment.tp_group_across_nodes(self.evaluator.problem.hardware.ranks_per_node)
@@ -264,6 +342,9 @@ class _Search:
     def _estimate_anchor(self, node: SearchNode) -> None:
         """Estimate the anchor alone, so that candidates far behind wait until the others are decided."""
         estimate_s = float(self._estimate(node, [node.anchor], node.recompute)[0])
+        mesh_estimate_s = self.mesh_estimates.get(node.candidate.id)
+        if mesh_estimate_s is not None:
+            self.least_ratio = min(self.least_ratio, estimate_s / mesh_estimate_s)
         bound_s = max(node.bound_s, estimate_s * self.budget.anchor_estimate_discount)
         candidate = node.candidate.bounded(bound_s)
         self._push(SearchNode(bound_s, candidate, NodeStage.ANCHOR_ESTIMATED, node.chains, node.fit))
@@ -412,6 +493,16 @@ class _Search:
     def _reject_misfit(self, number: int) -> None:
         if number not in self.best and number in self.misfits:
             self.rejected.append(self.misfits[number])
+
+    def reject_further(self) -> None:
+        """Say so if the budget ended the search while other assignments might be faster."""
+        if self.next_in_line is not None:
+            seconds, candidate = self.next_in_line
+            reason = (
+                f"not looked at, like those behind it: the search ended after {self.budget.max_assignments} sizes; a "
+                f"first estimate says {seconds:.3g} s"
+            )
+            self.rejected.append(Rejected(candidate, reason, label=CUT_SHORT_LABEL))
 
     def reject_unsearched(self) -> None:
         """Reject what still waits: it cannot be faster, or cannot fit."""

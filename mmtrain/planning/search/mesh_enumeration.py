@@ -1,18 +1,13 @@
-"""Every mesh assignment of `unified` and `disaggregated` that the recipe allows, with a lower bound of its step time.
+"""Every mesh assignment of `unified` and `disaggregated` that the recipe allows.
 
-On small clusters all are enumerated. On large ones `disaggregated` has millions, so only the fastest are kept, by
-their bounds or by an estimate. They are sought separately for each number of the LLM's replicas and each depth of its
-pipeline.
+On large clusters `disaggregated` has millions, which `allocation_order.py` lists from the fastest on.
 """
 
-import heapq
 import math
-import sys
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import reduce
-from itertools import groupby, product, starmap, takewhile
+from itertools import product
 from operator import or_
 from typing import NamedTuple
 
@@ -24,8 +19,6 @@ from mmtrain.planning.space.constraints import UnitChoices
 from mmtrain.program.ir.graph import LLM
 
 Choices = Mapping[str, UnitChoices]
-
-MAX_BOUND_RATIO = 1 + 1e-5  # of a bound over an estimate, which stops ten times nearer (`mesh_time_estimate.TOLERANCE`)
 
 
 @dataclass(frozen=True)
@@ -50,22 +43,6 @@ class BoundedUnitMesh(NamedTuple):
     microbatches: MicrobatchRule
 
 
-class _LlmKind(NamedTuple):
-    """What decides how many microbatches encoders hold before an LLM."""
-
-    dp: int
-    pp: tuple[int, ...]  # one of these depths
-    vpp: tuple[int, ...]  # and one of these numbers of model chunks per rank
-
-
-class _OrderedAssignment(NamedTuple):
-    """An assignment with the seconds by which it is ordered."""
-
-    seconds: float
-    assignment: MeshAssignment
-    is_exact: bool  # whether the seconds know everything that encoders hold before this LLM
-
-
 class UnitMeshes(NamedTuple):
     """A mesh for each of the first units, and the bound of the slowest of them."""
 
@@ -87,58 +64,21 @@ def has_pipelined_meshes(
 ) -> bool:
     """Return whether `unified` or `disaggregated` has meshes of exactly `num_ranks` ranks; faster than listing them."""
     if placement == "unified":
-        return any(True for _ in _unified_assignments(choices, num_ranks))
+        return any(True for _ in unified_assignments(choices, num_ranks))
     if len(choices) == 1:
         return False
     totals = 1
     for unit in choices.values():
-        rank_counts = {mesh.ranks for mesh, _ in _meshes_of(unit, num_ranks, choices[LLM], budget)}
+        rank_counts = {mesh.ranks for mesh, _ in meshes_of(unit, num_ranks, choices[LLM], budget)}
         totals = _reachable_totals(totals, rank_counts)
     return bool(totals >> num_ranks & 1)
-
-
-def bounded_mesh_assignments(
-    choices: Choices,
-    num_ranks: int,
-    bound: UnitTimeBound | None = None,
-    budget: MeshBudget = DEFAULT_BUDGET.meshes,
-    ranks_per_node: int | None = None,
-    estimate: UnitTimeBound | None = None,
-) -> Iterator[tuple[float, MeshAssignment]]:
-    """List mesh assignments that use exactly `num_ranks` ranks, each with a lower bound of its step's seconds.
-
-    On more than `max_ranks_to_enumerate_all` ranks, and with a bound, `disaggregated` has only the assignments that are
-    fastest by `estimate` or by their bounds, and none whose bound is infinite. If all are infinite, it has those that
-    split units most, so that the planner can say why they do not fit.
-
-    ranks_per_node: keep none of those whose tensor-parallel groups lie on two nodes; None where nodes are not known.
-    estimate: the seconds by which the fastest are chosen; it need not be a bound. By default the bound.
-    """
-    for assignment in _unified_assignments(choices, num_ranks):
-        yield 0.0 if bound is None else sum(_unit_bounds(bound, assignment)), assignment
-    if len(choices) == 1:
-        return
-    if bound is not None and num_ranks > budget.max_ranks_to_enumerate_all:
-        disaggregated = _Disaggregated(choices, num_ranks, bound, budget, ranks_per_node)
-        fastest = disaggregated.fastest(estimate or bound)
-        if not fastest and estimate is not None:
-            fastest = disaggregated.fastest(bound)  # the estimate sees no room in some meshes that fit
-        for assignment in fastest or disaggregated.most_split():
-            bound_s = max(_unit_bounds(bound, assignment))
-            slow_to_fill = _units_slow_to_fill(assignment, bound_s, bound, budget)
-            yield from ((bound_s, variant) for variant in _with_encoder_chunks(choices, assignment, slow_to_fill))
-        return
-    for assignment in _all_disaggregated(choices, num_ranks, budget):
-        bound_s = 0.0 if bound is None else max(_unit_bounds(bound, assignment))
-        variants = _with_encoder_chunks(choices, assignment, assignment.meshes.keys())
-        yield from ((bound_s, variant) for variant in variants)
 
 
 def unit_mesh_sizes(
     choices: Choices, unit: str, num_ranks: int, budget: MeshBudget = DEFAULT_BUDGET.meshes
 ) -> set[MeshSize]:
     """Return the meshes that a unit may have on up to `num_ranks` ranks of its own."""
-    return {mesh for mesh, _ in _meshes_of(choices[unit], num_ranks, choices[LLM], budget)}
+    return {mesh for mesh, _ in meshes_of(choices[unit], num_ranks, choices[LLM], budget)}
 
 
 def assignments_near_shares(
@@ -151,7 +91,7 @@ def assignments_near_shares(
     num_ranks = round(sum(shares.values()))
     units = []
     for unit in choices.values():
-        meshes = _meshes_of(unit, num_ranks, choices[LLM], budget)
+        meshes = meshes_of(unit, num_ranks, choices[LLM], budget)
         bounded = (BoundedUnitMesh(bound(unit.name, mesh, rule.fixed), mesh, rule) for mesh, rule in meshes)
         units.append(_by_ranks(entry for entry in bounded if entry.bound_s < math.inf))
     splits = ((*ranks, num_ranks - sum(ranks)) for ranks in product(*units[:-1]))
@@ -163,13 +103,14 @@ def assignments_near_shares(
 
     for ranks in sorted(possible, key=lambda ranks: (distance(ranks), ranks)):
         meshes_of_units = [by_ranks[n] for by_ranks, n in zip(units, ranks, strict=True)]
-        combined = _combine(meshes_of_units, num_ranks, budget.max_assignments_per_rank_count)
+        combined = _combine(meshes_of_units, num_ranks, budget.num_first_assignments)
         combined = sorted(combined, key=lambda entry: entry.bound_s)
         assignments = (_disaggregated_assignment(choices, entry.chosen) for entry in combined)
         yield [assignment for assignment in assignments if assignment is not None]
 
 
-def _unified_assignments(choices: Choices, num_ranks: int) -> Iterator[MeshAssignment]:
+def unified_assignments(choices: Choices, num_ranks: int) -> Iterator[MeshAssignment]:
+    """List every mesh assignment of `unified`."""
     llm = choices[LLM]
     num_layers = sum(unit.num_layers for unit in choices.values())
     min_pp = max(min(unit.pp) for unit in choices.values())
@@ -227,10 +168,10 @@ def _vpp_sizes(unit: UnitChoices, pp: int, layers: int, num_microbatches: int) -
             yield vpp
 
 
-def _meshes_of(
+def meshes_of(
     unit: UnitChoices, max_ranks: int, llm: UnitChoices, budget: MeshBudget
 ) -> Iterator[tuple[MeshSize, MicrobatchRule]]:
-    """List the meshes of a unit on up to `max_ranks` ranks of its own; `_with_encoder_chunks` adds encoders' chunks."""
+    """List the meshes of a unit on up to `max_ranks` ranks of its own; `with_encoder_chunks` adds encoders' chunks."""
     merging = [MicrobatchRule(merged=merged) for merged in budget.merged_microbatches]
     fixed = MicrobatchRule(fixed=unit.fixed_microbatches)
     for tp, dp, pp in product(unit.own_tp, unit.dp, unit.pp):
@@ -250,150 +191,38 @@ def _meshes_of(
                 yield MeshSize(tp, pp, dp, vpp), rule
 
 
-def _all_disaggregated(choices: Choices, num_ranks: int, budget: MeshBudget) -> Iterator[MeshAssignment]:
+def all_disaggregated(choices: Choices, num_ranks: int, budget: MeshBudget) -> Iterator[MeshAssignment]:
+    """List every mesh assignment of `disaggregated`, with every number of model chunks that encoders may have."""
+    if len(choices) == 1:
+        return
     units = []
     for unit in choices.values():
-        meshes = _meshes_of(unit, num_ranks, choices[LLM], budget)
+        meshes = meshes_of(unit, num_ranks, choices[LLM], budget)
         units.append([BoundedUnitMesh(0.0, mesh, rule) for mesh, rule in meshes])
     for combined in _combine(units, num_ranks, None):
         assignment = _disaggregated_assignment(choices, combined.chosen)
         if assignment is not None:
-            yield assignment
+            yield from with_encoder_chunks(choices, assignment, assignment.meshes.keys())
 
 
-@dataclass(frozen=True)
-class _Disaggregated:
-    """The `disaggregated` assignments of one number of ranks.
+def in_flight_behind(assignment: MeshAssignment, unit: str) -> int:
+    """Return how many microbatches of a unit are in flight at least in the pipelines that read from it, on other ranks.
 
-    They are sought for each number of the LLM's replicas, which decides how large an encoder's microbatches are. They
-    are also sought for each depth and kind of its pipeline, which decide how many microbatches an encoder holds.
+    Behind an LLM of one chunk per rank, those are the ranks of the generator's pipeline. An interleaved LLM of P ranks
+    hands over P microbatches at once, so P - 1 more wait.
     """
-
-    choices: Choices
-    num_ranks: int
-    bound: UnitTimeBound
-    budget: MeshBudget
-    ranks_per_node: int | None
-
-    def fastest(self, seconds: UnitTimeBound) -> list[MeshAssignment]:
-        """Return those that are fastest by `seconds`, which is the bound or an estimate, infinite where none fits."""
-        fastest: list[_OrderedAssignment] = []
-        max_s = sys.float_info.max
-        for kind, llm_meshes in self._efficient_first(seconds):
-            possible = [entry for entry in llm_meshes if entry.bound_s <= max_s]
-            for assignment_s, assignment in self._combined(kind, possible, seconds, max_s):
-                if _may_encoders_fit(assignment, self.bound):
-                    fastest.append(_OrderedAssignment(assignment_s, assignment, is_exact=False))
-            fastest = _fastest_of(fastest, seconds, self.budget)
-            if len(fastest) == self.budget.max_assignments_per_rank_count:
-                max_s = fastest[-1].seconds  # what takes longer cannot come among them
-        return [entry.assignment for entry in fastest]
-
-    def most_split(self) -> list[MeshAssignment]:
-        """Return those that split units most."""
-        split: list[_OrderedAssignment] = []
-        for kind in self._kinds():
-            llm_meshes = self._llm_meshes(kind, self.bound)
-            combined = self._combined(kind, sorted(llm_meshes, key=_most_split_first), self.bound, math.inf)
-            split += [_OrderedAssignment(seconds, assignment, is_exact=True) for seconds, assignment in combined]
-        return [entry.assignment for entry in _fastest_of(split, self.bound, self.budget)]
-
-    def _kinds(self) -> Iterator[_LlmKind]:
-        llm = self.choices[LLM]
-        chunks = [part for part in (llm.vpp[:1], llm.vpp[1:]) if part]
-        yield from starmap(_LlmKind, product(llm.dp, _runs_within_a_doubling(llm.pp), chunks))
-
-    def _efficient_first(self, seconds: UnitTimeBound) -> list[tuple[_LlmKind, list[BoundedUnitMesh]]]:
-        """List the kinds of the LLM with its meshes, by the least rank-seconds, so that a limit is soon known."""
-        kinds = [(kind, self._llm_meshes(kind, seconds)) for kind in self._kinds()]
-        kinds = [(kind, meshes) for kind, meshes in kinds if any(entry.bound_s < math.inf for entry in meshes)]
-        return sorted(kinds, key=lambda entry: min(mesh.bound_s * mesh.mesh.ranks for mesh in entry[1]))
-
-    def _llm_meshes(self, kind: _LlmKind, seconds: UnitTimeBound) -> list[BoundedUnitMesh]:
-        llm = replace(self.choices[LLM], dp=(kind.dp,), pp=kind.pp)
-        meshes = self._unit_meshes(llm, kind, self.num_ranks, seconds, math.inf)
-        return [entry for entry in meshes if entry.mesh.vpp in kind.vpp]
-
-    def _unit_meshes(
-        self, unit: UnitChoices, kind: _LlmKind, max_ranks: int, seconds: UnitTimeBound, max_s: float
-    ) -> list[BoundedUnitMesh]:
-        """List the meshes of a unit beside an LLM of this kind, without those whose bound is above `max_s`."""
-        num_llm = self.choices[LLM].global_batch // kind.dp
-        is_encoder = unit.name in takewhile(LLM.__ne__, self.choices)
-        depth_behind = _in_flight(min(kind.pp), min(kind.vpp)) if is_encoder else 0
-        meshes = []
-        for mesh, rule in _meshes_of(unit, max_ranks, self.choices[LLM], self.budget):
-            count = rule.count(num_llm)
-            if count is None:
-                continue
-            held_behind = depth_behind * count // num_llm
-            # An estimate takes longer than the bound, and is at least as much.
-            if max_s < math.inf and self.bound(unit.name, mesh, count, held_behind) > max_s * MAX_BOUND_RATIO:
-                continue
-            unit_s = seconds(unit.name, mesh, count, held_behind)
-            meshes.append(BoundedUnitMesh(unit_s, mesh, MicrobatchRule(fixed=count)))
-        return meshes
-
-    def _combined(
-        self, kind: _LlmKind, llm_meshes: list[BoundedUnitMesh], seconds: UnitTimeBound, max_s: float
-    ) -> Iterator[tuple[float, MeshAssignment]]:
-        """Combine meshes of the LLM with those of the other units that take at most `max_s`; the fastest of them."""
-        if not llm_meshes:
-            return
-        max_ranks = self.num_ranks - min(entry.mesh.ranks for entry in llm_meshes)
-        units = []
-        for unit in self.choices.values():
-            meshes = llm_meshes if unit.name == LLM else self._unit_meshes(unit, kind, max_ranks, seconds, max_s)
-            if max_s == math.inf and unit.name != LLM:
-                meshes = sorted(meshes, key=_most_split_first)
-            units.append([entry for entry in meshes if entry.bound_s <= max_s])
-            if not units[-1]:
-                return
-        for combined in _combine(units, self.num_ranks, 4 * self.budget.max_assignments_per_rank_count):
-            assignment = _disaggregated_assignment(self.choices, combined.chosen)
-            if assignment is not None and not _splits_tp_group(assignment, self.ranks_per_node):
-                yield combined.bound_s, assignment
-
-
-def _most_split_first(entry: BoundedUnitMesh) -> int:
-    """Return a sort key that puts meshes first that split a unit into most parts."""
-    return -entry.mesh.tp * entry.mesh.pp
-
-
-def _fastest_of(
-    assignments: Sequence[_OrderedAssignment], seconds: UnitTimeBound, budget: MeshBudget
-) -> list[_OrderedAssignment]:
-    """Return the assignments with the least seconds; only a few of them may share a mesh of the LLM.
-
-    assignments: inexact ones count the least memory that encoders hold before the LLM, so their seconds may grow.
-    """
-    queue = [(entry.seconds, number, entry.is_exact) for number, entry in enumerate(assignments)]
-    heapq.heapify(queue)
-    num_with_llm_mesh = Counter[MeshSize]()
-    fastest: list[_OrderedAssignment] = []
-    while queue and len(fastest) < budget.max_assignments_per_rank_count:
-        least_s, number, is_exact = heapq.heappop(queue)
-        assignment = assignments[number].assignment
-        llm_mesh = assignment.meshes[LLM]
-        if num_with_llm_mesh[llm_mesh] == budget.max_assignments_per_llm_mesh:
-            continue
-        if not is_exact:
-            heapq.heappush(queue, (max(least_s, *_units_beside(seconds, assignment)), number, True))
-            continue
-        num_with_llm_mesh[llm_mesh] += 1
-        fastest.append(_OrderedAssignment(least_s, assignment, is_exact=True))
-    return fastest
-
-
-def _runs_within_a_doubling(depths: Sequence[int]) -> list[tuple[int, ...]]:
-    """Divide depths into runs in which none is twice as deep as another."""
-    return [tuple(run) for _, run in groupby(sorted(depths), key=int.bit_length)]
-
-
-def in_flight_behind(assignment: MeshAssignment, encoder: str) -> int:
-    """Return how many microbatches of an encoder are in flight in the LLM's pipeline at least, on ranks of its own."""
     llm, num_llm = assignment.meshes[LLM], assignment.num_microbatches[LLM]
-    return min(_in_flight(llm.pp, llm.vpp), num_llm) * assignment.num_microbatches[encoder] // num_llm
+    names = list(assignment.meshes)
+    in_generators = sum(
+        assignment.meshes[name].pp * num_llm // assignment.num_microbatches[name]
+        for name in names[names.index(LLM) + 1 :]
+    )
+    behind_llm = in_generators + llm.pp - 1 if in_generators and llm.vpp > 1 else in_generators
+    if unit == LLM:
+        return min(behind_llm, num_llm)
+    if unit not in names[: names.index(LLM)]:
+        return 0
+    return min(_in_flight(llm.pp, llm.vpp) + behind_llm, num_llm) * assignment.num_microbatches[unit] // num_llm
 
 
 def _in_flight(depth: int, vpp: int) -> int:
@@ -406,25 +235,9 @@ def _in_flight(depth: int, vpp: int) -> int:
     return depth if vpp == 1 else 2 * depth - 1 + depth - depth // vpp - 1
 
 
-def _splits_tp_group(assignment: MeshAssignment, ranks_per_node: int | None) -> bool:
+def has_split_tp_group(assignment: MeshAssignment, ranks_per_node: int | None) -> bool:
     """Return whether a tensor-parallel group lies on two nodes."""
     return ranks_per_node is not None and assignment.tp_group_across_nodes(ranks_per_node) is not None
-
-
-def _units_beside(seconds: UnitTimeBound, assignment: MeshAssignment) -> list[float]:
-    """Return the seconds of each unit, with what encoders hold before this very LLM."""
-    encoders = set(takewhile(LLM.__ne__, assignment.meshes))
-    behind = {unit: in_flight_behind(assignment, unit) if unit in encoders else 0 for unit in assignment.meshes}
-    counts = assignment.num_microbatches
-    return [seconds(unit, mesh, counts[unit], behind[unit]) for unit, mesh in assignment.meshes.items()]
-
-
-def _may_encoders_fit(assignment: MeshAssignment, bound: UnitTimeBound) -> bool:
-    """Return whether the encoders may fit before this very LLM, the least of whose kind the bound knew so far."""
-    return all(
-        bound(unit, mesh, assignment.num_microbatches[unit], in_flight_behind(assignment, unit)) < math.inf
-        for unit, mesh in takewhile(lambda item: item[0] != LLM, assignment.meshes.items())
-    )
 
 
 def _combine(units: Sequence[Sequence[BoundedUnitMesh]], num_ranks: int, limit: int | None) -> list[UnitMeshes]:
@@ -502,6 +315,11 @@ def _fastest_parts(
     return chosen[:num_chosen], meshes[:num_meshes]
 
 
+def microbatches_go_together(count: int, num_llm: int) -> bool:
+    """Return whether a unit's microbatches can be cut or joined to those of an LLM replica."""
+    return count % num_llm == 0 or num_llm % count == 0
+
+
 def _disaggregated_assignment(choices: Choices, chosen: Sequence[BoundedUnitMesh]) -> MeshAssignment | None:
     """Give every unit its microbatches; None where an encoder's number does not go with the LLM's."""
     entries = dict(zip(choices, chosen, strict=True))
@@ -512,17 +330,19 @@ def _disaggregated_assignment(choices: Choices, chosen: Sequence[BoundedUnitMesh
         if count is None:
             return None
         num_microbatches[unit] = count
-    if any(count % num_llm and num_llm % count for count in num_microbatches.values()):
+    if not all(microbatches_go_together(count, num_llm) for count in num_microbatches.values()):
         return None
     return MeshAssignment("disaggregated", {unit: entry.mesh for unit, entry in entries.items()}, num_microbatches)
 
 
-def _unit_bounds(bound: UnitTimeBound, assignment: MeshAssignment) -> list[float]:
+def lower_bound(bound: UnitTimeBound, assignment: MeshAssignment) -> float:
+    """Return the least seconds of an assignment's step: one pipeline runs all units, else the slowest decides."""
     microbatches = assignment.pipeline_microbatches
-    return [bound(unit, mesh, microbatches[unit]) for unit, mesh in assignment.meshes.items()]
+    seconds = [bound(unit, mesh, microbatches[unit]) for unit, mesh in assignment.meshes.items()]
+    return sum(seconds) if assignment.placement == "unified" else max(seconds)
 
 
-def _units_slow_to_fill(
+def units_slow_to_fill(
     assignment: MeshAssignment, step_bound_s: float, bound: UnitTimeBound, budget: MeshBudget
 ) -> Set[str]:
     """Return the units whose pipelines take a share of the step to fill, which model chunks may save."""
@@ -534,11 +354,11 @@ def _units_slow_to_fill(
     return slow
 
 
-def _with_encoder_chunks(choices: Choices, assignment: MeshAssignment, units: Set[str]) -> Iterator[MeshAssignment]:
+def with_encoder_chunks(choices: Choices, assignment: MeshAssignment, units: Set[str]) -> Iterator[MeshAssignment]:
     """List the assignment, and it with several model chunks per rank of the encoders among `units`.
 
     Only numbers of chunks that divide the encoder's blocks evenly are listed. They are variants of one assignment: all
-    they do is to fill an encoder's pipeline sooner, so they do not count among those that are kept.
+    they do is to fill an encoder's pipeline sooner, so they do not count among those with one mesh of the LLM.
     """
     options = []
     for name, mesh in assignment.meshes.items():

@@ -2,23 +2,39 @@
 
 For `unified` and `disaggregated` the first step is the allocation of ranks to units. MMScale (arXiv 2408.04275)
 allocates GPUs to encoder, LLM and generator before anything else. Here the mesh assignments are listed with the lower
-bounds of their steps, which order the search. On large clusters only those are listed that seem fastest with the
-recomputation that their memory needs.
+bounds of their steps, which order the search. On large clusters those of `disaggregated` come one after another, the
+fastest first by an estimate, and the search asks for as many as it needs.
 """
 
+import heapq
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+from operator import itemgetter
 from typing import Protocol
 
+from mmtrain.planning.artifact.layout import MeshSize
 from mmtrain.planning.artifact.plan import Placement
 from mmtrain.planning.colocated.colocated_search import ColocatedStrategy
 from mmtrain.planning.evaluate.evaluator import Evaluator
-from mmtrain.planning.search.best_first_search import best_first_search
-from mmtrain.planning.search.mesh_enumeration import Choices, bounded_mesh_assignments, unit_mesh_sizes
+from mmtrain.planning.search.allocation_order import StepEstimate, most_split_assignments, ordered_assignments
+from mmtrain.planning.search.best_first_search import AllocatedCandidates, best_first_search
+from mmtrain.planning.search.mesh_enumeration import (
+    Choices,
+    all_disaggregated,
+    lower_bound,
+    unified_assignments,
+    unit_mesh_sizes,
+    units_slow_to_fill,
+    with_encoder_chunks,
+)
 from mmtrain.planning.search.replicated import ReplicatedStrategy
-from mmtrain.planning.space.budget import SearchBudget
-from mmtrain.planning.space.candidate import Candidate, SearchResults, UnitTimeBound
+from mmtrain.planning.space.budget import MeshBudget, SearchBudget
+from mmtrain.planning.space.candidate import Candidate, MeshAssignment, SearchResults, UnitTimeBound
 from mmtrain.planning.space.problem import Allocation, AllocationWatch, PlanningProblem, Progress, progress_of_part
+from mmtrain.program.ir.graph import LLM
 
 
 class PlacementStrategy(Protocol):
@@ -58,16 +74,15 @@ class PipelinedStrategy:
         if request.measure is not None:  # where the best sizes have few layer partitions, as many sizes are run
             num_wanted = max(num_wanted, request.num_measured)
         num_simulated = max(budget.partitions.min_simulated, num_wanted)
-        candidates = allocate_ranks(evaluator, budget, request.allocation_watch)
-        results = best_first_search(candidates, evaluator, num_simulated, progress)
+        allocated = allocate_ranks(evaluator, budget, request.allocation_watch)
+        results = best_first_search(allocated, evaluator, num_simulated, progress)
         for share in budget.meshes.roomier_shares if math.isinf(request.max_step_s) else ():
             of_placement = [c for c in results.enumerated if c.placement == "disaggregated"]
             if not any(math.isfinite(c.time_lower_bound_s) for c in of_placement):
                 break  # excluded by the recipe, or by what ranks hold at least
             if any(c.placement == "disaggregated" for c in results.candidates):
                 break
-            roomier = allocate_ranks(evaluator, budget, memory_share=share)
-            roomier = [c for c in roomier if c.placement == "disaggregated" and math.isfinite(c.time_lower_bound_s)]
+            roomier = allocate_ranks(evaluator, budget, memory_share=share).only("disaggregated")
             results = results.merged(best_first_search(roomier, evaluator, num_simulated, progress))
         return results
 
@@ -102,31 +117,113 @@ def allocate_ranks(
     budget: SearchBudget,
     watch: AllocationWatch | None = None,
     memory_share: float = 1.0,
-) -> list[Candidate]:
+) -> AllocatedCandidates:
     """List the mesh assignments of all placements that are searched, on every number of ranks, with their bounds.
 
     watch: learns the best allocation of the largest number of ranks, where units may have ranks of their own.
     memory_share: of the ranks' memory, which their meshes are chosen to fit into.
     """
-    bound = evaluator.time_lower_bound_within(memory_share)
-    estimate = evaluator.mesh_time_estimate_within(memory_share)
     problem = evaluator.problem
+    placements = problem.constraints.placements
     start_s = 0.0 if watch is None else watch.clock()
-    candidates = []
-    ranks_per_node = problem.hardware.ranks_per_node
+    listed: list[Candidate] = []
+    further: list[Iterator[tuple[float, Candidate]]] = []
     for num_ranks in problem.cluster.rank_counts:
-        bounded = bounded_mesh_assignments(problem.choices, num_ranks, bound, budget.meshes, ranks_per_node, estimate)
-        for bound_s, assignment in bounded:
-            if assignment.placement in problem.constraints.placements:
-                candidates.append(evaluator.enumerated(assignment).bounded(bound_s))
+        if "unified" in placements:
+            bound = evaluator.time_lower_bound_within(memory_share)
+            assignments = unified_assignments(problem.choices, num_ranks)
+            listed += (evaluator.enumerated(a).bounded(lower_bound(bound, a)) for a in assignments)
+        if "disaggregated" in placements:
+            all_of_few, ordered = _disaggregated_candidates(evaluator, num_ranks, memory_share)
+            listed += all_of_few
+            further.append(ordered)
+    ordered = heapq.merge(*further, key=itemgetter(0))
+    first = list(islice(ordered, budget.meshes.num_first_assignments))
     if watch is not None:
         seconds = watch.clock() - start_s
-        best = _best_allocated(candidates)
-        if best is not None:
+        of_few = [(c.time_lower_bound_s, c) for c in listed if c.placement == "disaggregated"]
+        on_most = min([*of_few, *first], key=lambda entry: (-entry[1].assignment.ranks, entry[0]), default=None)
+        if on_most is not None:
+            step_s, best = on_most
             ranks = {unit: mesh.ranks for unit, mesh in best.assignment.meshes.items()}
+            bound = evaluator.time_lower_bound_within(memory_share)
             relaxed_s = relaxed_step_s(problem.choices, sum(ranks.values()), bound)
-            watch.report(Allocation(ranks, best.time_lower_bound_s, relaxed_s, len(candidates), seconds))
-    return candidates
+            watch.report(Allocation(ranks, step_s, relaxed_s, seconds))
+    return AllocatedCandidates(listed, first, ordered, partial(_near_candidates, evaluator, memory_share))
+
+
+def possible_assignments(evaluator: Evaluator, choices: Choices, num_ranks: int) -> Iterator[MeshAssignment]:
+    """List assignments of `unified` and of `disaggregated`, of these on many ranks only the first; as for a search."""
+    yield from unified_assignments(choices, num_ranks)
+    budget = evaluator.budget.meshes
+    if num_ranks <= budget.max_ranks_to_enumerate_all:
+        yield from all_disaggregated(choices, num_ranks, budget)
+    else:
+        ordered = _ordered_disaggregated(evaluator, choices, num_ranks, 1.0, budget)
+        yield from (assignment for _, assignment in islice(ordered, budget.num_first_assignments))
+
+
+def _disaggregated_candidates(
+    evaluator: Evaluator, num_ranks: int, memory_share: float
+) -> tuple[list[Candidate], Iterator[tuple[float, Candidate]]]:
+    """Return all candidates if ranks are few, else none, and then one after another with their estimated seconds."""
+    choices, budget = evaluator.problem.choices, evaluator.budget.meshes
+    if num_ranks > budget.max_ranks_to_enumerate_all:
+        ordered = _ordered_disaggregated(evaluator, choices, num_ranks, memory_share, budget)
+        return [], _with_chunks(evaluator, memory_share, ordered)
+    bound = evaluator.time_lower_bound_within(memory_share)
+    assignments = all_disaggregated(choices, num_ranks, budget)
+    return [evaluator.enumerated(a).bounded(lower_bound(bound, a)) for a in assignments], iter(())
+
+
+def _near_candidates(
+    evaluator: Evaluator, memory_share: float, assignment: MeshAssignment
+) -> Iterator[tuple[float, Candidate]]:
+    """Yield candidates with this assignment's mesh of the LLM, more of them than the whole order has."""
+    choices, budget = evaluator.problem.choices, evaluator.budget.meshes
+    beside_llm = {**choices, LLM: choices[LLM].fixed_to(assignment.meshes[LLM])}
+    wider = replace(budget, max_assignments_per_llm_mesh=budget.max_near_assignments)
+    ordered = _ordered_disaggregated(evaluator, beside_llm, assignment.ranks, memory_share, wider)
+    return _with_chunks(evaluator, memory_share, ordered)
+
+
+def _with_chunks(
+    evaluator: Evaluator, memory_share: float, ordered: Iterator[tuple[float, MeshAssignment]]
+) -> Iterator[tuple[float, Candidate]]:
+    """Yield candidates of assignments, also with encoders in several model chunks where their pipelines fill slowly."""
+    choices, budget = evaluator.problem.choices, evaluator.budget.meshes
+    bound = evaluator.time_lower_bound_within(memory_share)
+    for seconds, assignment in ordered:
+        slow_to_fill = units_slow_to_fill(assignment, lower_bound(bound, assignment), bound, budget)
+        for variant in with_encoder_chunks(choices, assignment, slow_to_fill):
+            yield seconds, evaluator.enumerated(variant).bounded(lower_bound(bound, variant))
+
+
+def _ordered_disaggregated(
+    evaluator: Evaluator, choices: Choices, num_ranks: int, memory_share: float, budget: MeshBudget
+) -> Iterator[tuple[float, MeshAssignment]]:
+    """Yield assignments with their estimated seconds, which ascend.
+
+    If none may fit, they are those that split units most, so that the planner can say why they do not fit.
+    """
+    times = evaluator.mesh_times
+    bound, ranks_per_node = evaluator.time_lower_bound_within(memory_share), evaluator.problem.hardware.ranks_per_node
+
+    def without_recompute(unit: str, mesh: MeshSize, num_microbatches: int, behind: int) -> float:
+        may_fit = bound(unit, mesh, num_microbatches, behind) < math.inf
+        return times.filled_seconds(unit, mesh, num_microbatches) if may_fit else math.inf
+
+    # The estimate sees no room in some meshes that fit; where that holds for all, the bound decides.
+    for fitting in (evaluator.mesh_time_estimate_within(memory_share), without_recompute):
+        estimate = StepEstimate(times.filled_seconds, fitting, times.round_trip)
+        ordered = ordered_assignments(choices, num_ranks, estimate, budget, ranks_per_node)
+        first = next(ordered, None)
+        if first is not None:
+            yield first
+            yield from ordered
+            return
+    for assignment in most_split_assignments(choices, num_ranks, budget):
+        yield math.inf, assignment
 
 
 def relaxed_step_s(choices: Choices, num_ranks: int, bound: UnitTimeBound) -> float:
@@ -140,9 +237,3 @@ def relaxed_step_s(choices: Choices, num_ranks: int, bound: UnitTimeBound) -> fl
         for unit in choices
     )
     return sum(rank_seconds) / num_ranks
-
-
-def _best_allocated(candidates: Sequence[Candidate]) -> Candidate | None:
-    """Return the `disaggregated` candidate with the lowest bound, of those on most ranks."""
-    allocated = [candidate for candidate in candidates if candidate.placement == "disaggregated"]
-    return min(allocated, key=lambda c: (-c.assignment.ranks, c.time_lower_bound_s), default=None)

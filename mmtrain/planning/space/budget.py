@@ -40,9 +40,10 @@ class MeshBudget:
     min_tokens_to_share: int = 32_768
     min_tokens_per_cp_rank: int = 8_192
     max_ranks_to_enumerate_all: int = 8  # "On more than eight ranks": tests/planning/exhaustive.py compares up to there
-    max_assignments_per_rank_count: int = 20  # of units on ranks of their own, the fastest by estimate; by hand
+    num_first_assignments: int = 20  # of units on ranks of their own, for suggestions and explanations; by hand
     # Of these, those with one mesh of the LLM, so that not all are lost where it does not fit (commit 121e677).
     max_assignments_per_llm_mesh: int = 4
+    max_near_assignments: int = 24  # the same near the fastest assignment; chosen by hand
     # Share of a step that an encoder's pipeline must take to fill before chunks are tried; below, chunks changed no
     # plan of the what-if recipes (commit 96f3cbb).
     min_fill_share_for_chunks: float = 0.01
@@ -55,10 +56,9 @@ class MeshBudget:
 
 @dataclass(frozen=True)
 class BoundBudget:
-    """Slack of the arithmetic lower bounds (`evaluate/lower_bounds.py`); both chosen by hand."""
+    """Slack of the arithmetic lower bounds (`evaluate/lower_bounds.py`); chosen by hand."""
 
     interleaved_fill_share: float = 0.9  # of an interleaved pipeline's fill time that uneven chunks may leave
-    merged_encoder_work_share: float = 0.9  # of an encoder's work that larger microbatches may leave
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,12 @@ class PartitionBudget:
     max_boundary_shift: int = 3  # layers by which a stage boundary moves away from the anchor
     max_scored_jitters: int = 20_000  # partitions near the anchor that are scored; the most even ones are estimated
     jitter_seed: int = 0
+    # Mesh assignments of units on ranks of their own that are looked at, besides those near the fastest. Searches end
+    # sooner where no estimate of another one is near the best step.
+    max_assignments: int = 120
+    # Of the estimate of a mesh assignment, corrected by the least ratio seen: others may lie so much below.
+    mesh_estimate_discount: float = 0.97
+    near_estimate_discount: float = 0.93  # the same for those near the fastest assignment, which are few
     max_estimate_ratio: float = 1.05  # an assignment is left if its best estimate exceeds the fastest step by more
     # The best partition near an anchor was at most 4.8% faster than it, in 51 assignments of a 197B model ("The search
     # glances at a sizing before it looks closely").

@@ -49,6 +49,13 @@ class UnitChoices:
             if tp == mesh.tp:
                 yield replace(mesh, cp=cp, cp_method=method, cp_split=self.cp_split)
 
+    def fixed_to(self, mesh: MeshSize) -> "UnitChoices":
+        """Return the choices with only this mesh among them."""
+        methods = tuple(entry for entry in self.cp_methods if entry[1] == mesh.cp)
+        return replace(
+            self, tp=(mesh.tp,), pp=(mesh.pp,), dp=(mesh.dp,), vpp=(mesh.vpp,), cp=(mesh.cp,), cp_methods=methods
+        )
+
     @property
     def own_tp(self) -> tuple[int, ...]:
         """Return the tensor-parallel sizes that make sense on ranks of the unit's own: a whole unit gains nothing."""

@@ -38,20 +38,18 @@ def progress_of_part(progress: Progress | None, num_before: int, num_searches: i
 
 @dataclass(frozen=True)
 class Allocation:
-    """How many ranks each unit gets in the mesh assignment of `disaggregated` with the lowest bound."""
+    """How many ranks each unit gets in the mesh assignment of `disaggregated` that seems fastest."""
 
     ranks: Mapping[str, int]  # by unit
-    bound_s: float  # seconds of the slowest unit at least; infinite where nothing fits
+    step_s: float  # as estimated before layers are divided; infinite where nothing fits
     relaxed_s: float  # no allocation is faster, even of fractions of ranks
-    num_assignments: int  # that the search starts with, of all placements
-    seconds: float  # that the step took, by the clock of the watch
+    seconds: float  # that the allocation took, by the clock of the watch
 
     def __str__(self) -> str:
         ranks = ", ".join(f"{unit} {count}" for unit, count in self.ranks.items())
         return (
-            f"Allocation of ranks to units (disaggregated): {ranks}; a step of {self.bound_s:.3g} s at least, "
-            f"{self.relaxed_s:.3g} s if ranks were divisible. {self.num_assignments:,} mesh assignments listed in "
-            f"{self.seconds:.2f} s."
+            f"Allocation of ranks to units (disaggregated): {ranks}; a step of about {self.step_s:.3g} s, and of "
+            f"{self.relaxed_s:.3g} s at least if ranks were divisible. Allocated in {self.seconds:.2f} s."
         )
 
 
