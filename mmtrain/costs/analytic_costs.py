@@ -143,6 +143,7 @@ class AnalyticCosts:
         early_s = self._early_gradients(layer, tp, load, work.input_grad)
         return self._forward(layer, tp, load) + early_s + again_s - saved_s
 
+    @lru_cache(maxsize=1 << 14)  # noqa: B019 - a stage has many equal layers, which simulations ask for again and again
     def pieces(self, work: LayerWork) -> tuple[PieceCost, ...]:
         """Divide `seconds` among the layer's pieces; see `block_pieces`. A single piece includes its collectives.
 

@@ -1,7 +1,8 @@
 """Colocated plans of whole recipes: their orders run, are no slower than the coarse one, and fit."""
 
+import math
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any
 
 import numpy as np
@@ -17,9 +18,12 @@ from mmtrain.planning.artifact.plan import SchedulePlan
 from mmtrain.planning.artifact.plan_graph import split_into_pieces, stage_graph
 from mmtrain.planning.colocated.colocated_layouts import colocated_layout, llm_mesh_sizes, other_mesh_sizes
 from mmtrain.planning.colocated.colocated_search import (
+    _Attempt,
     _by_bound,
     _enumerate,
     _least_seconds_of_busiest_rank,
+    _passes_of_step,
+    _recompute_levels,
     _StepBound,
     search_colocated,
 )
@@ -29,6 +33,7 @@ from mmtrain.planning.evaluate.layout_simulation import SampledBatchTiming, mode
 from mmtrain.planning.formulate import formulate_problem
 from mmtrain.planning.layer_costs.layer_costs import LayerCosts
 from mmtrain.planning.layer_costs.layer_partition import layout_graph
+from mmtrain.planning.space.budget import DEFAULT_BUDGET
 from mmtrain.planning.space.candidate import Candidate
 from mmtrain.planning.space.sample_batches import batch_split_of
 from mmtrain.program import Fill, ScheduleKind, build_program
@@ -36,7 +41,16 @@ from mmtrain.program.ir.graph import LLM
 from mmtrain.program.simulation.simulate import simulate
 from mmtrain.recipe.settings.schema import Recipe
 from mmtrain.report import plan_table
-from tests.planning.factory import VISION, evaluator_for, layer_costs_for, lengths, recipe, simulated, with_memory
+from tests.planning.factory import (
+    VISION,
+    evaluator_for,
+    layer_costs_for,
+    lengths,
+    problem_for,
+    recipe,
+    simulated,
+    with_memory,
+)
 from tests.plans import plan_recipe
 
 MACHINE = machine_for(recipe(), "cpu-core")
@@ -263,10 +277,49 @@ def test_an_impossible_colocated_plan_is_rejected(changes: dict[str, Any], messa
 
 
 def test_layouts_come_in_the_order_of_their_whole_bounds() -> None:
-    evaluator = evaluator_for(recipe())
-    bound = _StepBound(evaluator.layer_costs)
-    assignments = [candidate.assignment for candidate in _enumerate(evaluator, 8, bound)]
-    in_order = list(_by_bound(evaluator, 8, _StepBound(evaluator.layer_costs)))
-    assert len(assignments) > 5
-    assert [c.time_lower_bound_s for c in in_order] == sorted(map(bound.seconds, assignments))
-    assert {str(c.assignment) for c in in_order} == set(map(str, assignments))
+    narrow = replace(DEFAULT_BUDGET.colocated, bound_class_ratio=1.001, max_laid_out=1000)
+    evaluator = Evaluator(problem_for(recipe()), replace(DEFAULT_BUDGET, colocated=narrow))
+    bound, levels = _StepBound(evaluator.layer_costs), _recompute_levels(evaluator.layer_costs, narrow.recompute_shares)
+    attempts = [_Attempt(candidate, evaluator, levels) for candidate in _enumerate(evaluator, 8, bound)]
+    candidates = [attempt.candidate for attempt in _by_bound(attempts, evaluator, bound, lambda: math.inf)]
+    assert len(attempts) > 5
+    assert {str(c.assignment) for c in candidates} == {str(attempt.candidate.assignment) for attempt in attempts}
+    assert all(c.time_lower_bound_s >= bound.seconds(c.assignment) for c in candidates)
+    assert any(c.time_lower_bound_s > bound.seconds(c.assignment) for c in candidates)
+    bounds = [c.time_lower_bound_s for c in candidates]
+    assert all(after >= before / narrow.bound_class_ratio for before, after in pairwise(bounds))
+
+
+def test_among_equal_bounds_layouts_with_fewest_passes_come_first() -> None:
+    wide = replace(DEFAULT_BUDGET.colocated, bound_class_ratio=1e6, max_laid_out=7)
+    evaluator = Evaluator(problem_for(recipe()), replace(DEFAULT_BUDGET, colocated=wide))
+    bound, levels = _StepBound(evaluator.layer_costs), _recompute_levels(evaluator.layer_costs, wide.recompute_shares)
+    attempts = [_Attempt(candidate, evaluator, levels) for candidate in _enumerate(evaluator, 8, bound)]
+    tried = [attempt.candidate for attempt in _by_bound(attempts, evaluator, bound, lambda: math.inf)]
+    num_passes = [_passes_of_step(candidate.assignment) for candidate in tried]
+    assert len(num_passes) == wide.max_laid_out < len(attempts)
+    assert num_passes == sorted(num_passes)
+    assert len(set(num_passes)) > 1
+
+
+def test_layouts_of_very_many_passes_wait_for_the_next_class_of_bounds() -> None:
+    colocated = replace(DEFAULT_BUDGET.colocated, max_laid_out=1_000)
+    problem = problem_for(recipe())
+
+    def tried(max_passes: int) -> tuple[list[int], list[float]]:
+        budget = replace(DEFAULT_BUDGET, colocated=replace(colocated, max_passes_to_come_first=max_passes))
+        evaluator = Evaluator(problem, budget)
+        bound = _StepBound(evaluator.layer_costs)
+        levels = _recompute_levels(evaluator.layer_costs, colocated.recompute_shares)
+        attempts = [_Attempt(candidate, evaluator, levels) for candidate in _enumerate(evaluator, 8, bound)]
+        candidates = [attempt.candidate for attempt in _by_bound(attempts, evaluator, bound, lambda: math.inf)]
+        return [_passes_of_step(c.assignment) for c in candidates], [c.time_lower_bound_s for c in candidates]
+
+    all_passes, _ = tried(10**9)
+    limit = sorted(all_passes)[len(all_passes) // 2]
+    num_passes, bounds = tried(limit)
+    assert sorted(num_passes) == sorted(all_passes)
+    assert num_passes != all_passes
+    for (passes_before, bound_before), (passes_after, bound_after) in pairwise(zip(num_passes, bounds, strict=True)):
+        if passes_before > limit >= passes_after:
+            assert bound_after > bound_before

@@ -43,7 +43,7 @@ def _sizes_on_llm(unit: UnitChoices, llm: MeshSize) -> list[MeshSize]:
     """Return the meshes of one unit on an LLM's ranks; it has one stage per rank, so vpp is 1."""
     if unit.fixed_vpp not in (None, 1):
         return []
-    sizes = [MeshSize(tp, pp, llm.ranks // (tp * pp)) for tp in unit.own_tp for pp in unit.pp]
+    sizes = [MeshSize(tp, pp, llm.ranks // (tp * pp)) for tp in unit.tp for pp in unit.pp]
     return [size for size in sizes if llm.tp % size.tp == 0 and llm.pp % size.pp == 0 and size.dp in unit.dp]
 
 

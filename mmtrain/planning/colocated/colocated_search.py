@@ -3,10 +3,13 @@
 import heapq
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from enum import IntEnum
+from functools import cached_property
+from itertools import islice, zip_longest
 
+from mmtrain.costs.hardware import GIB
 from mmtrain.planning.artifact.layout import Layout, MeshSize, split_tp_group
 from mmtrain.planning.artifact.plan import SchedulePlan
 from mmtrain.planning.colocated.colocated_layouts import (
@@ -63,12 +66,13 @@ def search_colocated(
 ) -> SearchResults:
     """Schedule and simulate the colocated layouts on `num_ranks` ranks that may be the fastest.
 
-    Layouts are tried in the order of their lower bounds. Of each, the encoders' layers are put into the LLM's bubbles,
-    and that order is kept if it is faster than the coarse one. The fastest few are tried again with fewer, larger
-    microbatches of the encoders; then pieces of layers are put into the gaps inside the LLM's layers (`tp_bubbles`).
-    Where no order fits into memory, encoders are kept closer to the LLM, which then waits for them. Where nothing fits
-    otherwise and the recipe leaves it open, layers are recomputed, those of other units before the LLM's. A generator's
-    passes lie between the LLM's (`generator_order`); bubbles of both together are then the encoders'.
+    Layouts are tried in the order of their lower bounds (`_by_bound`). Of each, the encoders' layers are put into the
+    LLM's bubbles, and that order is kept if it is faster than the coarse one. Some of them are tried again with fewer,
+    larger microbatches of the encoders; then pieces of layers are put into the gaps inside the LLM's layers
+    (`tp_bubbles`). Where no order fits into memory, encoders are kept closer to the LLM, which then waits for them.
+    Where nothing fits otherwise and the recipe leaves it open, layers are recomputed, those of other units before the
+    LLM's. A generator's passes lie between the LLM's (`generator_order`); bubbles of both together are then the
+    encoders'.
 
     incumbent: the fastest candidate of other placements. Layouts that cannot be faster, or are far behind it, get
         rougher figures, and none if no loser is named.
@@ -76,71 +80,130 @@ def search_colocated(
     if len(evaluator.problem.shape.units) < 2:
         return SearchResults()
     budget = evaluator.budget.colocated
-    simulated: list[Candidate] = []
     rejected: list[Rejected] = []
+    simulated: list[Candidate] = []
+    slower, too_slow = list[Candidate](), list[Candidate]()  # scheduled and not simulated; not scheduled
     levels = _recompute_levels(evaluator.layer_costs, budget.recompute_shares)
     bound = _StepBound(evaluator.layer_costs)
     rivals = [incumbent] if incumbent is not None and not evaluator.problem.request.names_losers else []
     max_step_s = evaluator.problem.request.max_step_s
-    num_scheduled, fastest_s = 0, min((rival.step_time_s for rival in rivals), default=max_step_s)
-    for candidate in _by_bound(evaluator, num_ranks, bound):
-        if candidate.time_lower_bound_s > fastest_s * EQUAL_STEP_TIME_RATIO:  # so are all candidates that follow
-            slower = f"at least {candidate.time_lower_bound_s / fastest_s:.2f}x slower"
-            rejected.append(Rejected(candidate, f"{slower}: its work cannot be done sooner"))
-            break
-        if num_scheduled >= budget.max_simulated_layouts:
+    num_tried = num_passes = 0
+
+    def limit_s() -> float:
+        return min((found.step_time_s for found in (*rivals, *simulated)), default=max_step_s) * EQUAL_STEP_TIME_RATIO
+
+    attempts = (_Attempt(candidate, evaluator, levels) for candidate in _enumerate(evaluator, num_ranks, bound))
+    for attempt in _by_bound(attempts, evaluator, bound, limit_s):
+        candidate = attempt.candidate
+        if candidate.time_lower_bound_s > limit_s():
+            too_slow.append(candidate)
+            continue
+        if num_tried >= budget.min_tried_assignments and num_passes >= budget.max_scheduled_passes:
             break
         if progress is not None:
-            progress(num_scheduled, budget.max_simulated_layouts)
+            progress(min(num_tried, budget.min_tried_assignments), budget.min_tried_assignments)
+        too_large = _too_large(candidate, evaluator)
+        if too_large is not None and (simulated or incumbent is not None):  # else say exactly what it needs
+            rejected.append(too_large)
+            continue
         far_ratio = budget.far_ratio / bound.llm_compute_share(candidate.assignment)
         limits = _Limits.beside([*rivals, *simulated], incumbent, far_ratio, max_step_s)
-        attempt = _Attempt(candidate, evaluator, levels, limits)
-        outcome = attempt.run()
-        num_scheduled += attempt.num_scheduled
+        outcome = attempt.run(limits)
+        num_tried += attempt.num_scheduled > 0
+        num_passes += _passes_of_step(candidate.assignment) * attempt.num_scheduled
         if isinstance(outcome, Candidate):
             simulated.append(outcome)
-            fastest_s = min(fastest_s, outcome.step_time_s)
         elif outcome is not None:
             rejected.append(outcome)
+            if attempt.num_scheduled and outcome.need_gib is None:
+                slower.append(candidate.bounded(limits.llm_alone_s))
     rival_s = math.inf if incumbent is None else incumbent.step_time_s * EQUAL_STEP_TIME_RATIO
-    simulated += _with_merged_microbatches(simulated, evaluator, levels, bound, rival_s)
+    simulated = _with_merged_microbatches(simulated, [*slower, *too_slow], evaluator, levels, bound, rival_s)
+    rejected += [_too_slow(candidate, limit_s()) for candidate in too_slow[:1]]
     return SearchResults(fill_tp_bubbles(simulated, evaluator, rival_s), tuple(rejected))
+
+
+def _too_slow(candidate: Candidate, limit_s: float) -> Rejected:
+    """Reject a candidate whose work takes longer than a step may."""
+    ratio = candidate.time_lower_bound_s / limit_s
+    return Rejected(candidate, f"at least {ratio:.2f}x slower: its work cannot be done sooner")
+
+
+def _too_large(candidate: Candidate, evaluator: Evaluator) -> Rejected | None:
+    """Reject a candidate whose LLM alone cannot fit, which is known before the batches are laid out for it."""
+    assignment = candidate.assignment
+    least_bytes = evaluator.memory_lower_bound(LLM, assignment.meshes[LLM], assignment.num_microbatches[LLM])
+    if least_bytes <= evaluator.memory_bytes:
+        return None
+    reason = f"too large: a rank needs at least {least_bytes / GIB:.3g} of {evaluator.memory_bytes / GIB:.3g} GiB"
+    return Rejected(candidate, reason, least_bytes / GIB)
 
 
 def _with_merged_microbatches(
     simulated: Sequence[Candidate],
+    slower: Sequence[Candidate],
     evaluator: Evaluator,
     levels: list[RecomputeShares],
     bound: "_StepBound",
     rival_s: float,
 ) -> list[Candidate]:
-    """Return the fastest few again with fewer, larger microbatches of their other units, where that is faster.
+    """Return the simulated candidates, and those with fewer microbatches of other units that may become the fastest.
 
-    They are held to the limits of any other layout, see `_Limits.beside`.
+    Pieces of layers in the gaps of the LLM (`tp_bubbles`) may make these shorter, at most by the share of the gaps.
 
+    slower: candidates that were not simulated, with the seconds that they take at least as their bounds.
     rival_s: the step time of another placement; a layout whose LLM alone, or the busiest of whose ranks, takes longer
         is left as it is.
     """
-    budget, choices, layer_costs = evaluator.budget, evaluator.problem.choices, evaluator.layer_costs
-    by_step_time = sorted(simulated, key=lambda candidate: candidate.step_time_s)
-    merged_candidates = []
-    for candidate in by_step_time[: budget.colocated.max_layouts_with_merged_microbatches]:
-        meshes, fastest_s = candidate.assignment.meshes, candidate.step_time_s
-        others = {unit: mesh for unit, mesh in meshes.items() if unit != LLM}
-        for counts in merged_microbatch_counts(choices, others, meshes[LLM], budget.meshes.merged_microbatches):
-            split = layer_costs.batch_split({unit: mesh.dp for unit, mesh in meshes.items()}, counts)
-            assignment = MeshAssignment("colocated", meshes, num_microbatches_of(split))
-            merged = evaluator.enumerated(assignment).bounded(bound.seconds(assignment))
-            max_step_s = min(fastest_s, rival_s)
-            if merged.time_lower_bound_s >= max_step_s:
-                continue
-            far_ratio = budget.colocated.far_ratio / bound.llm_compute_share(assignment)
-            limits = _Limits(max_step_s, far_ratio * candidate.first_batch_step_s, far_ratio * max_step_s)
-            outcome = _Attempt(merged, evaluator, levels, limits).run()
-            if isinstance(outcome, Candidate) and outcome.step_time_s < fastest_s:
-                merged_candidates.append(outcome)
-                fastest_s = outcome.step_time_s
-    return merged_candidates
+    budget = evaluator.budget.colocated
+    found = list(simulated)
+    for merged in islice(_by_merged_estimate(simulated, slower, evaluator, bound), budget.max_merged_layouts):
+        fastest = min(found, key=lambda candidate: candidate.step_time_s, default=None)
+        llm_compute_share = bound.llm_compute_share(merged.assignment)
+        max_step_s, first_batch_s = rival_s / llm_compute_share, math.inf
+        if fastest is not None:
+            max_step_s = min(fastest.step_time_s, rival_s) / llm_compute_share
+            first_batch_s = budget.far_ratio / llm_compute_share * fastest.first_batch_step_s
+        if merged.time_lower_bound_s >= max_step_s:
+            continue
+        limits = _Limits(max_step_s, first_batch_s, budget.far_ratio * max_step_s)
+        outcome = _Attempt(merged, evaluator, levels).run(limits)
+        if isinstance(outcome, Candidate) and outcome.step_time_s < max_step_s:
+            found.append(outcome)
+    return found
+
+
+def _by_merged_estimate(
+    simulated: Sequence[Candidate], slower: Sequence[Candidate], evaluator: Evaluator, bound: "_StepBound"
+) -> Iterator[Candidate]:
+    """Yield assignments with fewer microbatches, first those whose steps, changed as their bounds change, are shortest.
+
+    One of the simulated ones and one of the others take turns: of those, too little is known to compare them. Those
+    with very many passes come last.
+    """
+    max_passes = evaluator.budget.colocated.max_passes_to_come_first
+    orders = []
+    for candidates in (simulated, slower):
+        estimated = []
+        for candidate in candidates:
+            seconds = candidate.time_lower_bound_s if candidate.simulation is None else candidate.step_time_s
+            seconds_per_bound = seconds / bound.seconds(candidate.assignment)
+            for merged in _merged(candidate.assignment, evaluator, bound):
+                has_many = _passes_of_step(merged.assignment) > max_passes
+                estimated.append((has_many, seconds_per_bound * merged.time_lower_bound_s, merged.id, merged))
+        orders.append([merged for *_, merged in sorted(estimated)])
+    yield from (merged for turn in zip_longest(*orders) for merged in turn if merged is not None)
+
+
+def _merged(assignment: MeshAssignment, evaluator: Evaluator, bound: "_StepBound") -> Iterator[Candidate]:
+    """Yield the assignment with fewer microbatches of its other units, with the lower bounds of these steps."""
+    meshes = assignment.meshes
+    others = {unit: mesh for unit, mesh in meshes.items() if unit != LLM}
+    ratios = evaluator.budget.meshes.merged_microbatches
+    for counts in merged_microbatch_counts(evaluator.problem.choices, others, meshes[LLM], ratios):
+        split = evaluator.layer_costs.batch_split({unit: mesh.dp for unit, mesh in meshes.items()}, counts)
+        merged = MeshAssignment("colocated", meshes, num_microbatches_of(split))
+        yield evaluator.enumerated(merged).bounded(bound.seconds(merged))
 
 
 def has_colocated_meshes(choices: Mapping[str, UnitChoices], num_ranks: int) -> bool:
@@ -183,51 +246,112 @@ class _Attempt:
     candidate: Candidate
     evaluator: Evaluator
     levels: list[RecomputeShares]
-    limits: _Limits
-    num_scheduled: int = field(default=0)
+    num_scheduled: int = field(default=0, init=False)
+    _layouts: dict[int, Layout | Rejected | None] = field(default_factory=dict, init=False)
 
-    def run(self) -> Candidate | Rejected | None:
-        """Return the fastest order under the least recompute that fits; None if the layers are too few for the mesh."""
+    def layout_at(self, level: int) -> Layout | Rejected | None:
+        """Return the layout with what this level recomputes; see `_lay_out`."""
+        if level not in self._layouts:
+            self._layouts[level] = _lay_out(self.candidate, self.levels[level], self.evaluator)
+        return self._layouts[level]
 
-        @cache
-        def layout_at(level: int) -> Layout | Rejected | None:
-            return _lay_out(self.candidate, self.levels[level], self.evaluator)
-
+    @cached_property
+    def first_level(self) -> int | None:
+        """The least recompute under which some order can run; None where there is none."""
         last = len(self.levels) - 1
-        if not isinstance(layout_at(last), Layout):
-            least_memory = layout_at(last)
-            return None if least_memory is None or isinstance(least_memory, Layout) else least_memory
-        # More recompute never needs more memory, so the first level under which some order can run is found by halving.
-        first = bisect_left(range(last + 1), True, key=lambda level: isinstance(layout_at(level), Layout))
+        if isinstance(self.layout_at(0), Layout):
+            return 0
+        if not isinstance(self.layout_at(last), Layout):
+            return None
+        # More recompute never needs more memory, so the level is found by halving.
+        return bisect_left(range(last + 1), True, key=lambda level: isinstance(self.layout_at(level), Layout))
+
+    def tighten_bound(self) -> None:
+        """Let the candidate's bound know what must be recomputed at least, for which its layers are divided."""
+        layout = None if self.first_level is None else self.layout_at(self.first_level)
+        if isinstance(layout, Layout):
+            layer_costs = self.evaluator.layer_costs
+            busiest_s = _least_seconds_of_busiest_rank(layout_graph(layout, layer_costs), layer_costs)
+            self.candidate = self.candidate.bounded(busiest_s)
+
+    def run(self, limits: _Limits) -> Candidate | Rejected | None:
+        """Return the fastest order under the least recompute that fits; None if the layers are too few for the mesh."""
+        if self.first_level is None:
+            least_memory = self.layout_at(len(self.levels) - 1)
+            return None if isinstance(least_memory, Layout) else least_memory
         outcome: Candidate | Rejected | None = None
-        for level in range(first, last + 1):
-            layout = layout_at(level)
+        for level in range(self.first_level, len(self.levels)):
+            layout = self.layout_at(level)
             if not isinstance(layout, Layout):
                 outcome = layout
             else:
                 self.num_scheduled += 1
-                outcome = _schedule_and_simulate(self.candidate, layout, self.evaluator, self.limits)
+                outcome = _schedule_and_simulate(self.candidate, layout, self.evaluator, limits)
             if not isinstance(outcome, Rejected) or outcome.need_gib is None:
                 break  # it runs, or more memory would not help
         return outcome
 
 
-def _by_bound(evaluator: Evaluator, num_ranks: int, bound: "_StepBound") -> Iterator[Candidate]:
-    """Yield every colocated mesh assignment in the order of the lower bounds of their steps.
+def _passes_of_step(assignment: MeshAssignment) -> int:
+    """Return the forwards and backwards of a step, of one replica of each unit."""
+    return sum(2 * m.pp * m.vpp * assignment.num_microbatches[unit] for unit, m in assignment.meshes.items())
 
-    The bound of the LLM alone is known sooner, and few mesh assignments are ever asked for: other units' work is added
-    when an assignment's turn comes by it, and decides about its place then.
+
+class _Knowledge(IntEnum):
+    """What the bound of a waiting mesh assignment knows."""
+
+    LLM_ALONE = 0
+    ALL_UNITS = 1
+    RECOMPUTE = 2
+
+
+def _by_bound(
+    attempts: Iterable[_Attempt], evaluator: Evaluator, bound: "_StepBound", max_step_s: Callable[[], float]
+) -> Iterator[_Attempt]:
+    """Yield colocated mesh assignments in the order of the lower bounds of their steps, and some above a limit.
+
+    With fewer microbatches of other units, those above may come below it. One is yielded at least, to name a loser.
+
+    Each bound knows more than the one before and takes longer: the LLM alone; the work of all units; and what memory
+    makes them recompute, for which layers are divided. That is done for `max_laid_out` assignments, those with the
+    least bounds, and no others are tried then. Bounds that differ by less than `bound_class_ratio` say little about
+    which is faster, so of those the ones come first that are scheduled soonest. One with very many passes
+    waits for the next class of bounds.
     """
-    waiting: list[tuple[float, int, int, int, Candidate, bool]] = []
-    for candidate in _enumerate(evaluator, num_ranks, bound):
-        heapq.heappush(waiting, (*_search_order(candidate), candidate.id, candidate, False))
+    waiting: list[tuple[float, int, int, int, _Knowledge, _Attempt]] = []
+    budget = evaluator.budget.colocated
+    least_s = math.inf
+
+    def push(attempt: _Attempt, knowledge: _Knowledge) -> None:
+        order = _search_order(attempt.candidate)
+        if knowledge is _Knowledge.RECOMPUTE:
+            num_passes = _passes_of_step(attempt.candidate.assignment)
+            num_classes = math.floor(math.log(order[0] / least_s, budget.bound_class_ratio)) + 1
+            num_classes += num_passes > budget.max_passes_to_come_first
+            order = (least_s * budget.bound_class_ratio**num_classes, num_passes, order[2])
+        heapq.heappush(waiting, (*order, attempt.candidate.id, knowledge, attempt))
+
+    for attempt in attempts:
+        push(attempt, _Knowledge.LLM_ALONE)
+    num_laid_out = num_slow = 0
     while waiting:
-        *_, candidate, is_complete = heapq.heappop(waiting)
-        if is_complete:
-            yield candidate
-        else:
-            candidate = candidate.bounded(bound.seconds(candidate.assignment))
-            heapq.heappush(waiting, (*_search_order(candidate), candidate.id, candidate, True))
+        *_, knowledge, attempt = heapq.heappop(waiting)
+        if attempt.candidate.time_lower_bound_s > max_step_s():
+            if not num_slow or (num_slow < budget.max_laid_out and knowledge is not _Knowledge.LLM_ALONE):
+                num_slow += 1
+                yield attempt
+        elif knowledge is _Knowledge.RECOMPUTE:
+            yield attempt
+        elif knowledge is _Knowledge.LLM_ALONE:
+            attempt.candidate = attempt.candidate.bounded(bound.seconds(attempt.candidate.assignment))
+            push(attempt, _Knowledge.ALL_UNITS)
+        elif _too_large(attempt.candidate, evaluator) is not None:
+            yield attempt
+        elif num_laid_out < budget.max_laid_out:
+            least_s = min(least_s, attempt.candidate.time_lower_bound_s)
+            attempt.tighten_bound()
+            push(attempt, _Knowledge.RECOMPUTE)
+            num_laid_out += attempt.first_level is not None
 
 
 def _search_order(candidate: Candidate) -> tuple[float, int, int]:

@@ -116,9 +116,16 @@ class EvaluationBudget:
 class ColocatedBudget:
     """How many layouts of `colocated` are scheduled (`colocated/`); all chosen by hand."""
 
-    max_simulated_layouts: int = 8
-    # Of those, the fastest: tried with fewer microbatches of the encoders.
-    max_layouts_with_merged_microbatches: int = 3
+    # Mesh assignments whose layers are divided, so that their bounds know what must be recomputed.
+    max_laid_out: int = 64
+    bound_class_ratio: float = 1.25  # bounds of these that differ by less do not decide which of them is tried first
+    # So many of these are scheduled, and more until they have so many forwards and backwards together (of one replica).
+    min_tried_assignments: int = 8
+    max_scheduled_passes: int = 2_000
+    max_merged_layouts: int = 12  # of those, tried with fewer microbatches of the encoders
+    # Forwards and backwards of a layout beyond which others come first: 8,192 took half the search of eva_llama_26b,
+    # while the fastest layout of optimus_197b has 2,448.
+    max_passes_to_come_first: int = 4_000
     recompute_shares: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)  # of a stage's layers
     fills_tp_bubbles: bool = True  # with pieces of layers, wherever the LLM's collectives leave the rank time
     # The coarse order is simulated unless another is faster than this share of its bound, which sampled batches and
@@ -180,5 +187,11 @@ DEFAULT_BUDGET = SearchBudget()
 # For a plan that is compared and not shown: about the anchor partition of each mesh, and few colocated layouts.
 QUICK_BUDGET = SearchBudget(
     partitions=PartitionBudget(max_jitters_per_assignment=8, max_jitter_rounds=1, num_runner_ups=0, min_simulated=1),
-    colocated=ColocatedBudget(max_simulated_layouts=1, max_layouts_with_merged_microbatches=0, fills_tp_bubbles=False),
+    colocated=ColocatedBudget(
+        max_laid_out=8,
+        min_tried_assignments=1,
+        max_scheduled_passes=0,
+        max_merged_layouts=0,
+        fills_tp_bubbles=False,
+    ),
 )

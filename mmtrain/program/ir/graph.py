@@ -155,6 +155,10 @@ class StageGraph:
         """Return the stage called `stage_id`."""
         return self._stages[stage_id]
 
+    def has_stage(self, stage_id: StageId) -> bool:
+        """Return whether there is a stage called `stage_id`."""
+        return stage_id in self._stages
+
     def inputs(self, stage_id: StageId) -> tuple[Edge, ...]:
         """Return the edges that enter the stage."""
         return self._edges_into[stage_id]

@@ -4,6 +4,7 @@ Plan files hold single actions. Whole programs are written for reading.
 """
 
 import re
+from functools import lru_cache
 
 from mmtrain.errors import ProgramError
 from mmtrain.program.ir.actions import (
@@ -66,6 +67,7 @@ def action_to_text(action: Action) -> str:
             return "STEP"
 
 
+@lru_cache(maxsize=1 << 16)  # orders of one search repeat most of their lines
 def action_from_text(line: str) -> Action:
     """Read one action back.
 

@@ -160,9 +160,9 @@ def _task_from_text(graph: StageGraph, rank: int, index: int, line: str) -> Comp
 def _unknown(graph: StageGraph, part: Compute) -> str | None:
     """Describe the stage or microbatch of a forward or backward that the graph does not have."""
     mb = part.mb
-    stages = [stage.id for stage in graph.stages]
-    if part.stage not in stages:
-        return f"there is no stage {part.stage}; stages are {', '.join(map(str, stages))}"
+    if not graph.has_stage(part.stage):
+        stages = ", ".join(str(stage.id) for stage in graph.stages)
+        return f"there is no stage {part.stage}; stages are {stages}"
     mesh = graph.mesh(part.stage.unit)
     if mb.unit != mesh.unit or mb.replica >= mesh.num_replicas or mb.index >= mesh.num_microbatches:
         last = Microbatch(mesh.unit, mesh.num_replicas - 1, mesh.num_microbatches - 1)
