@@ -324,6 +324,17 @@ PLAIN: dict[str, tuple[dict[str, Any], dict[str, Mesh]]] = {
     "six encoder microbatches for four of the llm": ({}, {"vision": Mesh((), (0,), n=6), "llm": Mesh((), (1,))}),
 }
 
+# Encoders that tp does not divide: ranks of a TP group of the LLM hold replicas of them and share their items. Some
+# microbatches have fewer items than the group has ranks, and some have none. `test_encoder_replicas.py` has more.
+FIVE_HEADS = {"model__vision__heads": 5, "model__vision__hidden": 20}
+ENCODER_REPLICAS: dict[str, tuple[dict[str, Any], dict[str, Mesh]]] = {
+    "5 heads beside tp2": (FIVE_HEADS, {"vision": Mesh((), (0, 1), dp=2), "llm": Mesh((), (0, 1), tp=2)}),
+    "5 heads beside tp2 pp2 with slices of tokens, an encoder stage on both": (
+        FIVE_HEADS,
+        {"vision": Mesh((2,), (0, 1, 2, 3), dp=2), "llm": Mesh((), (2, 3), tp=2, sp=True)},
+    ),
+}
+
 # Gemma 3, and its LLM with images that it reads as text.
 GEMMA_MESHES: dict[str, dict[str, Mesh]] = {
     "tp2 with slices of tokens": {"vision": Mesh((), (0, 1), tp=2, sp=True), "llm": Mesh((), (0, 1), tp=2, sp=True)},
@@ -365,7 +376,7 @@ def kind_of(case: str) -> ScheduleKind:
     return "coarse" if case in COLOCATED | STACKED_COLOCATED else "1f1b"
 
 
-ALL_CASES = CASES | COUNTS | COLOCATED | PLAIN | STACKED | STACKED_COLOCATED
+ALL_CASES = CASES | COUNTS | COLOCATED | PLAIN | STACKED | STACKED_COLOCATED | ENCODER_REPLICAS
 # These take longest or vary another case. In the slow tier `test_nccl.py` compares all cases with one process.
 SLOW_CASES = {
     *PLAIN,

@@ -28,7 +28,7 @@ from mmtrain.weights import export_folder, open_pretrained
 from tests.distributed import run_ranks
 from tests.flow.gather import copy, whole
 from tests.flow.runs import refuse, run_all
-from tests.flow.tiny_families import TINY_FAMILIES, TinyFamily, load_tiny_recipe
+from tests.flow.tiny_families import MESH, TINY_FAMILIES, TinyFamily, load_tiny_recipe
 from tests.plans import plan_recipe as planner
 from tests.tiers import mostly_long
 from tests.weights.comparison import assert_equal_gradients
@@ -95,7 +95,24 @@ def test_a_step_under_any_plan_equals_one_of_transformers(
     if placement in ("unified", "colocated"):
         llm = plan.units["llm"]
         assert (llm.tp, llm.dp, llm.vpp, plan.world_size) == (2, 1, 2, 4)
-    ranks = run_ranks(num_ranks, _train_one_step, recipe, plan)
+    _assert_equal_step(tiny, theirs, recipe, plan)
+
+
+@pytest.mark.slow
+def test_a_step_of_encoder_replicas_on_a_tp_group_equals_one_of_transformers(
+    expected: Callable[[str], Expected],
+) -> None:
+    tiny, theirs = TINY_FAMILIES["internvl"], expected("internvl")
+    recipe = load_tiny_recipe(theirs.folder, f"{{placement: unified, vision: {{tp: 1}}, llm: {MESH}}}").recipe
+    lengths = build_index(recipe, "validation").lengths
+    plan = planner(recipe, lengths, world_size=4, hardware="cpu-core", recipe_sha256="")
+    assert [(unit.tp, unit.dp, unit.sp) for unit in plan.units.values()] == [(1, 2, False), (2, 1, True)]
+    _assert_equal_step(tiny, theirs, recipe, plan)
+
+
+def _assert_equal_step(tiny: TinyFamily, theirs: Expected, recipe: Recipe, plan: Plan) -> None:
+    """Train one step by the plan; compare loss and gradients with those of `transformers`."""
+    ranks = run_ranks(plan.world_size, _train_one_step, recipe, plan)
     assert sum(part for part, _ in ranks) == pytest.approx(theirs.loss, rel=1e-4)
     gradients = whole([shard for _, shards in ranks for shard in shards])
     assert_equal_gradients(theirs.folder, theirs.model, gradients, tiny.untrained)

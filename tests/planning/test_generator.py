@@ -146,11 +146,14 @@ def test_stages_of_a_transformer_hold_a_share_of_its_memory(dit_recipe: Recipe) 
 
 
 def test_settings_that_contradict_a_generator_are_named(dit_recipe: Recipe) -> None:
-    """Three heads leave a transformer tp 1, and all units of `unified` share one tp."""
+    """Three heads leave a transformer tp 1, and a generator has the LLM's tp in `unified`."""
     generator = GeneratorSettings(**{**DIT, "widths": (60,), "heads": (3,)})
     settings = dit_recipe.model_copy(update={"model": dit_recipe.model.model_copy(update={"generator": generator})})
     llm = dit_recipe.parallel.llm.model_copy(update={"tp": 2})
-    with pytest.raises(PlanError, match=r"unified: parallel\.llm\.tp 2 cannot be met: .*generator\.tp \(1\).*common"):
+    named = (
+        r"unified: parallel\.llm\.tp 2 cannot be met: .*generator\.tp \(1\) do not go together.*of a generator the LLM"
+    )
+    with pytest.raises(PlanError, match=named):
         planned(settings, 2, placement="unified", llm=llm)
 
 

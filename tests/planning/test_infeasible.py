@@ -102,6 +102,11 @@ def planned(world_size: int, **parallel: Any) -> Plan:
             {"placement": "unified", "max_gpus": 2, "vision": {"pp": 2}, "llm": {"tp": 2}},
             r"at most 2 ranks .*vision\.pp 2 and parallel\.llm\.tp 2 contradict each other.*; possible: 4",
         ),
+        (
+            20,
+            {"placement": "unified", "vision": {"pp": 1}, "llm": {"tp": 2, "pp": 2}},
+            r"vision\.pp and parallel\.llm\.pp: the ranks of the one pipeline that hold layers of the unit\)",
+        ),
     ],
 )
 def test_both_settings_of_a_contradiction_are_named(world_size: int, parallel: dict[str, Any], message: str) -> None:

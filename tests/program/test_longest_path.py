@@ -117,6 +117,8 @@ wide = st.sampled_from(
         chain(Unit("vision", 2, 2, tp=2), Unit("llm", 2, 3, tp=4), n=2),
         chain(Unit("vision", dp=4, ranks=tuple(range(4))), Unit("llm", tp=4, ranks=tuple(range(4))), n=2),
         chain(Unit("vision", 1, 2, tp=2, ranks=tuple(range(4))), Unit("llm", tp=4, ranks=tuple(range(4))), n=2),
+        # All ranks of a TP group exchange with the encoder's replicas, or with ranks that do.
+        chain(Unit("vision", dp=4, ranks=tuple(range(4))), Unit("llm", 2, 2, tp=2, ranks=tuple(range(8))), n=3),
         chain(Unit("vision", tp=3), Unit("audio", tp=2), Unit("llm", 2, tp=4), Unit("generator", tp=2), n=3),
         chain(Unit("vision", tp=4, n=6), Unit("llm", 2, 2, tp=4), n=3),
     ]
@@ -164,6 +166,7 @@ def test_simulating_one_of_the_equivalent_ranks_changes_nothing(graph: StageGrap
         ([Unit("vision", 2, 2, tp=4), Unit("llm", 2, 2, tp=8)], 4),
         ([Unit("vision", 2, 2, tp=4), Unit("llm", 2, 2, tp=8, num_stages=2)], 4),
         ([Unit("vision", 1, 4, tp=1, ranks=(0, 1, 2, 3)), Unit("llm", tp=4, ranks=(0, 1, 2, 3))], 4),  # all differ
+        ([Unit("vision", dp=2, ranks=(0, 1)), Unit("llm", 2, tp=2, ranks=(0, 1, 2, 3))], 4),
     ],
 )
 def test_how_many_ranks_are_simulated(units: list[Unit], num_representatives: int) -> None:

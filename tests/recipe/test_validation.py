@@ -172,7 +172,7 @@ def test_missing_settings_say_what_they_are(write: Write) -> None:
         (["parallel.vision.dp=3"], "parallel.vision.dp: 3 does not divide train.global_batch 4"),
         (
             ["parallel.placement=unified", "parallel.vision.tp=2", "parallel.llm.tp=1"],
-            "parallel.vision.tp: 2 differs from parallel.llm.tp 1",
+            "parallel.vision.tp: 2 does not divide parallel.llm.tp 1; in `unified` an encoder has it or a divisor",
         ),
         (
             ["parallel.placement=disaggregated", "model.vision=null"],
@@ -214,6 +214,10 @@ def test_missing_settings_say_what_they_are(write: Write) -> None:
         (
             ["parallel.placement=unified", "parallel.vision.dp=2", "parallel.llm={dp: 2, cp: 2}"],
             "parallel.vision.dp: 2 differs from parallel.llm.dp 2 times cp 2",
+        ),
+        (
+            ["parallel.placement=unified", "parallel.vision={tp: 1, dp: 2}", "parallel.llm={tp: 2, dp: 2}"],
+            "parallel.vision.dp: 2 differs from parallel.llm.dp 2 times tp over the encoder's 2",
         ),
         (["parallel.placement=replicated", "parallel.vision.tp=4"], "parallel.vision.tp: found 4, allowed: 1"),
         (["parallel.placement=replicated", "parallel.llm.pp=2"], "parallel.llm.pp: found 2, allowed: 1"),

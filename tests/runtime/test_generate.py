@@ -230,6 +230,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, Mesh]]] = {
     "unified pp 2": ("seeing", {"vision": Mesh((), (0,)), "llm": Mesh((2,), (0, 1))}),
     "colocated": ("seeing", {"vision": Mesh((), (0, 1), dp=2), "llm": Mesh((2,), (0, 1))}),
     "tp 2": ("seeing", {"vision": Mesh((), (0, 1), tp=2), "llm": Mesh((), (0, 1), tp=2)}),
+    "tp 1:2 on the same ranks": ("seeing", {"vision": Mesh((), (0, 1), dp=2), "llm": Mesh((), (0, 1), tp=2)}),
     "dp 2": ("seeing", {"vision": Mesh((), (0, 1), dp=2), "llm": Mesh((), (0, 1), dp=2)}),
     "vpp 2": ("seeing", {"vision": Mesh((), (0,)), "llm": Mesh(LLM_STAGES, (0, 1), vpp=2)}),
     "tied pp 2": ("tied", {"vision": Mesh((1,), (0, 1)), "llm": Mesh((3,), (0, 1))}),

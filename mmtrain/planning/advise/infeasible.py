@@ -6,7 +6,7 @@ from itertools import combinations, product
 
 from mmtrain.planning.artifact.plan import Placement
 from mmtrain.planning.colocated.colocated_search import has_colocated_meshes
-from mmtrain.planning.search.mesh_enumeration import has_pipelined_meshes, has_replicated_mesh
+from mmtrain.planning.search.mesh_enumeration import has_pipelined_meshes, has_replicated_mesh, shared_meshes
 from mmtrain.planning.space.constraints import UnitChoices, format_sizes
 from mmtrain.program.ir.graph import LLM
 from mmtrain.recipe.settings.modalities import dotted_unit
@@ -130,24 +130,29 @@ def _explain_placement(parallel: ParallelSettings, choices: Choices, ranks: int,
                 "share ranks"
             )
         return f"no meshes of {units} add up to exactly {ranks} ranks ({allowed})"
-    for key in ("tp", "dp"):
-        if not set.intersection(*(set(getattr(unit, key)) for unit in choices.values())):
-            settings = " and ".join(
-                f"parallel.{dotted_unit(unit.name)}.{key} ({format_sizes(getattr(unit, key))})"
-                for unit in choices.values()
-            )
-            return f"{settings} have no value in common, but all units of one pipeline share their {key}"
+    if not any(all(unit.tp_beside(tp) for unit in choices.values()) for tp in choices[LLM].tp):
+        rule = "in one pipeline the tp of an encoder is the LLM's or a divisor of it, and that of a generator the LLM's"
+        return f"{_sizes_of_units(choices, 'tp')} do not go together: {rule}"
+    if not any(True for _ in shared_meshes(choices)):
+        rule = "in one pipeline the dp of another unit is the LLM's, times cp, times the LLM's tp over its own"
+        return f"{_sizes_of_units(choices, 'dp')} do not go together: {rule}"
     return _explain_unified(parallel, choices, ranks, allowed)
+
+
+def _sizes_of_units(choices: Choices, key: str) -> str:
+    """Name one size of every unit with the values that are allowed."""
+    named = (f"parallel.{dotted_unit(name)}.{key} ({format_sizes(getattr(u, key))})" for name, u in choices.items())
+    return " and ".join(named)
 
 
 def _explain_unified(parallel: ParallelSettings, choices: Choices, ranks: int, allowed: str) -> str:
     """Say why no pipeline over all units has the number of ranks, where the units agree in tp and in dp."""
-    shared = {
-        f"parallel.{dotted_unit(unit)}.{key}": (key, getattr(parallel.of(unit), key))
-        for unit, key in _fixed_settings(parallel, choices)
-        if key in ("tp", "dp")
-    }
-    ranks_per_stage = math.prod(dict(shared.values()).values())
-    if ranks % ranks_per_stage:
-        return f"{' x '.join(shared)} make {ranks_per_stage} ranks, which does not divide {ranks}"
-    return f"no tp x pp x dp makes exactly {ranks} ranks ({allowed})"
+    for unit in choices:
+        fixed = {key: getattr(parallel.of(unit), key) for key in ("tp", "dp")}
+        shared = {f"parallel.{dotted_unit(unit)}.{key}": size for key, size in fixed.items() if size is not None}
+        ranks_per_stage = math.prod(shared.values())
+        if ranks % ranks_per_stage:
+            return f"{' x '.join(shared)} make {ranks_per_stage} ranks, which does not divide {ranks}"
+    spans = [f"parallel.{dotted_unit(unit)}.pp" for unit in choices if parallel.of(unit).pp is not None]
+    meaning = f"; {' and '.join(spans)}: the ranks of the one pipeline that hold layers of the unit" if spans else ""
+    return f"no tp x pp x dp makes exactly {ranks} ranks ({allowed}{meaning})"

@@ -34,6 +34,10 @@ class MarginalCost:
     def __add__(self, other: "MarginalCost") -> "MarginalCost":
         return MarginalCost(self.linear + other.linear, self.quadratic + other.quadratic)
 
+    def times(self, share: float) -> "MarginalCost":
+        """Return the cost of a share of the tokens."""
+        return MarginalCost(self.linear * share, self.quadratic * share)
+
 
 UnitCosts = dict[str, MarginalCost]  # by unit
 WorkSeconds = dict[tuple[str, str], float]  # by unit and by what the seconds grow with: tokens, or pairs of tokens
@@ -67,6 +71,7 @@ class _StageCosts:
     shape: ModelShape
     costs: CostModel
     typical: Mapping[str, TokenLoad]  # by unit, a typical microbatch
+    is_unified: bool
 
     def of(self, stage: Stage) -> tuple[MarginalCost, MarginalCost]:
         """Return a stage's forward and its backward, with what is computed again in the latter."""
@@ -96,7 +101,17 @@ class _StageCosts:
         total_backward = sum((backward for _, backward in by_layer), MarginalCost())
         if self.graph.reruns_forward(stage.id):
             total_backward += total_forward
-        return total_forward, total_backward
+        share = self._share_of_items(unit)
+        return total_forward.times(share), total_backward.times(share)
+
+    def _share_of_items(self, unit: str) -> float:
+        """Return which share of a sample's items a rank computes, where a TP group of the LLM holds several replicas.
+
+        Where replicas of the LLM share sequences, costs are those of the whole sequence in all units.
+        """
+        if not self.is_unified:
+            return 1.0
+        return self.graph.mesh(LLM).num_replicas / self.graph.mesh(unit).num_replicas
 
 
 def derive_step_targets(recipe: Recipe, plan: Plan, lengths: SampleLengths) -> StepTargets:
@@ -118,7 +133,7 @@ def derive_step_targets(recipe: Recipe, plan: Plan, lengths: SampleLengths) -> S
     graph = stage_graph(plan, shape)
     cost_model = costs_for(machine, plan.precision, recipe.cluster.costs)
     typical = typical_loads(graph, lengths, recipe.data.group_tokens)
-    stage_costs = _StageCosts(graph, shape, cost_model, typical)
+    stage_costs = _StageCosts(graph, shape, cost_model, typical, plan.placement == "unified")
     ranks = _first_replica_work(stage_costs)
     busiest_s = max(sum(_seconds(rank.total(frozenset(typical)), typical).values()) for rank in ranks)
     scale = MICROBATCH_COST_UNITS / max(busiest_s, _MIN_SECONDS)

@@ -135,7 +135,11 @@ def replicated_units(
 
 
 def unified_units(
-    shape: ModelShape, size: MeshSize, chunk_bounds: Sequence[int], recompute: Mapping[str, Collection[int]] = NO_LAYERS
+    shape: ModelShape,
+    size: MeshSize,
+    chunk_bounds: Sequence[int],
+    recompute: Mapping[str, Collection[int]] = NO_LAYERS,
+    tp: Mapping[str, int] | None = None,
 ) -> dict[str, UnitPlan]:
     """Divide all units' layers, one unit after another, into one pipeline of `size.pp * size.vpp` model chunks.
 
@@ -143,13 +147,15 @@ def unified_units(
     first layer's. The rank that holds its last layer may also hold the first layers of the next unit.
 
     Where the LLM's replicas share sequences, each of them is a data-parallel replica of the other units, so that the
-    images of a long sample are encoded by all ranks that compute its tokens.
+    images of a long sample are encoded by all ranks that compute its tokens. So is each rank, or each smaller group, of
+    the LLM's TP groups for a unit with a smaller tensor-parallel size.
 
     Args:
         shape: the model.
         size: mesh of the LLM, which spans all ranks of the pipeline.
         chunk_bounds: layers at which chunks start and end, from 0 to the number of all layers.
         recompute: recomputed layers by unit.
+        tp: tensor-parallel size by unit, a divisor of the LLM's; the LLM's own where it says nothing.
     """
     units = {}
     first_layer = 0
@@ -164,7 +170,8 @@ def unified_units(
         pipeline_ranks = list(dict.fromkeys(c % size.pp for c in chunks))
         ranks = [p * ranks_per_stage + k for p in pipeline_ranks for k in range(ranks_per_stage)]
         vpp = -(-len(chunks) // len(pipeline_ranks))
-        mesh = replace(size if unit.name == LLM else without_cp(size), pp=len(pipeline_ranks), vpp=vpp)
+        mesh = size if unit.name == LLM else mesh_beside(size, (tp or {}).get(unit.name, size.tp))
+        mesh = replace(mesh, pp=len(pipeline_ranks), vpp=vpp)
         units[unit.name] = _unit_plan(mesh, ranks, stage_bounds, recompute.get(unit.name, ()))
         first_layer = end
     return units
@@ -191,9 +198,12 @@ def disaggregated_units(
     return units
 
 
-def without_cp(size: MeshSize) -> MeshSize:
-    """Return the mesh of a unit whose replicas share no sequences, on the same ranks."""
-    return MeshSize(size.tp, size.pp, size.num_replicas, size.vpp)
+def mesh_beside(of_llm: MeshSize, tp: int) -> MeshSize:
+    """Return the mesh of another unit on the LLM's ranks, whose replicas share no sequences.
+
+    tp: a divisor of the LLM's. With a smaller one, a TP group of the LLM holds several replicas of the unit.
+    """
+    return MeshSize(tp, of_llm.pp, of_llm.num_replicas * of_llm.tp // tp, of_llm.vpp)
 
 
 def split_tp_group(units: Mapping[str, UnitPlan], ranks_per_node: int) -> tuple[int, ...] | None:

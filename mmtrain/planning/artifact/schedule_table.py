@@ -75,11 +75,11 @@ def is_single_chain(graph: StageGraph) -> bool:
     Then a list of ranks describes the schedule, without a table.
     """
     num_microbatches = {mesh.num_microbatches for mesh in graph.meshes}
-    tp_groups_of_positions = (
-        {graph.stage(stage).tp_groups for virtual_stage in position.virtual_stages for stage in virtual_stage}
+    ranks_of_positions = (
+        {graph.ranks_holding(stage) for virtual_stage in position.virtual_stages for stage in virtual_stage}
         for position in find_positions(graph)
     )
-    visits_ranks_once = all(len(tp_groups) == 1 for tp_groups in tp_groups_of_positions)
+    visits_ranks_once = all(len(ranks) == 1 for ranks in ranks_of_positions)
     has_all_backwards = all(map(graph.needs_backward, graph.order))
     return len(graph.meshes) == 2 and len(num_microbatches) == 1 and visits_ranks_once and has_all_backwards
 

@@ -16,8 +16,6 @@ from mmtrain.planning.space.candidate import FittedLayout, LayerPartition, MeshA
 from mmtrain.planning.space.sample_batches import batch_split_of
 from mmtrain.program.ir.graph import Stage, StageGraph, StageId
 
-TpGroup = tuple[int, ...]
-
 
 @dataclass(frozen=True)
 class MemoryMisfit:
@@ -61,7 +59,8 @@ def _fit_memory(
 ) -> FittedLayout | MemoryMisfit:
     """Do as `fit_memory`; `recompute_adds_buffers`: whether recomputed layers are taken to need larger buffers."""
     recompute: dict[str, frozenset[int]] = {}
-    to_save: defaultdict[int, defaultdict[TpGroup, float]] = defaultdict(lambda: defaultdict(float))  # by phase
+    # By phase and by the first rank of each pipeline rank, whose other ranks hold as much.
+    to_save: defaultdict[int, defaultdict[int, float]] = defaultdict(lambda: defaultdict(float))
     for _ in range(budget.max_fit_rounds):
         layout = partitioned_layout(assignment, layer_costs, partition, recompute)
         graph = layout_graph(layout, layer_costs)
@@ -73,10 +72,10 @@ def _fit_memory(
         if not any(layer_costs.recompute[mesh.unit] == "auto" for mesh in graph.meshes):
             break
         for phase, of_phase in enumerate(of_phases):
-            excess = {stage.tp_groups[0]: of_phase[stage.tp_groups[0][0]].total for stage in graph.stages}
-            for tp_group, nbytes in excess.items():
-                if nbytes > memory_bytes:
-                    to_save[phase][tp_group] += (nbytes - memory_bytes) / (1 + MEMORY_MARGIN)
+            for first_rank in dict.fromkeys(stage.tp_groups[0][0] for stage in graph.stages):
+                excess_bytes = of_phase[first_rank].total - memory_bytes
+                if excess_bytes > 0:
+                    to_save[phase][first_rank] += excess_bytes / (1 + MEMORY_MARGIN)
         enough = [
             _layers_to_recompute(graph, layer_costs, of_phase, phases[phase], budget, recompute_adds_buffers)
             for phase, of_phase in to_save.items()
@@ -140,22 +139,23 @@ def _all_free_layers(layer_costs: LayerCosts) -> dict[str, frozenset[int]]:
 def _layers_to_recompute(
     graph: StageGraph,
     layer_costs: LayerCosts,
-    to_save: Mapping[TpGroup, float],
+    to_save: Mapping[int, float],
     phase: MemoryPhase,
     budget: EvaluationBudget,
     adds_buffers: bool,
 ) -> dict[str, frozenset[int]] | None:
-    """Return layers by unit whose recomputation saves what each TP group must; None where one cannot save enough.
+    """Return layers by unit whose recomputation saves what each rank must; None where one cannot save enough.
 
+    to_save: bytes by the first rank of each pipeline rank.
     adds_buffers: whether recomputed layers are taken to need larger buffers than others.
     """
     chosen: defaultdict[str, set[int]] = defaultdict(set)
-    for tp_group, nbytes in to_save.items():
+    for first_rank, nbytes in to_save.items():
         kinds: list[tuple[Stage, list[int]]] = []  # layers of one stage and kind
         saved_bytes, seconds = [], []
         working = recompute_working = 0.0
         for stage in graph.stages:
-            if stage.tp_groups[0] != tp_group:
+            if stage.tp_groups[0][0] != first_rank:
                 continue
             mesh = graph.mesh(stage.id.unit)
             costs = layer_costs.unit_costs(stage.id.unit, mesh.tp, batch_split_of(graph))

@@ -262,10 +262,12 @@ def one_replica_group(assignment: MeshAssignment) -> MeshAssignment:
 def replicas_on_rank(assignment: MeshAssignment, unit: str) -> int:
     """Return how many data-parallel replicas of a unit count as one rank.
 
-    Ranks that share the LLM's sequences wait for each other in every block, so they count as one. In `unified` each of
-    them also holds a replica of the other units.
+    Ranks that share the LLM's sequences wait for each other in every block, so they count as one, as those of a TP
+    group do. In `unified` each of them, or each part of a TP group, also holds a replica of the other units.
     """
-    return assignment.meshes[LLM].cp if unit != LLM and assignment.placement == "unified" else 1
+    if unit == LLM or assignment.placement != "unified":
+        return 1
+    return assignment.meshes[unit].dp // assignment.meshes[LLM].dp
 
 
 def num_replica_groups(assignment: MeshAssignment) -> int:

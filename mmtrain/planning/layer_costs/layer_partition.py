@@ -255,7 +255,8 @@ def partitioned_layout(
     }
     recomputed |= dict(recompute or {})
     if assignment.placement == "unified":
-        units = unified_units(layer_costs.shape, assignment.meshes[LLM], partition[0], recomputed)
+        tp = {unit: mesh.tp for unit, mesh in assignment.meshes.items()}
+        units = unified_units(layer_costs.shape, assignment.meshes[LLM], partition[0], recomputed, tp)
     elif assignment.placement == "replicated":
         num_ranks = assignment.meshes[LLM].dp
         dispatch, exchange = assignment.dispatch, assignment.exchange

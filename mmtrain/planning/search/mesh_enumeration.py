@@ -7,11 +7,11 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import reduce
-from itertools import product
+from itertools import chain, product
 from operator import or_
 from typing import NamedTuple
 
-from mmtrain.planning.artifact.layout import MeshSize, without_cp
+from mmtrain.planning.artifact.layout import MeshSize, mesh_beside
 from mmtrain.planning.artifact.plan import Placement
 from mmtrain.planning.space.budget import DEFAULT_BUDGET, MeshBudget
 from mmtrain.planning.space.candidate import MeshAssignment, UnitTimeBound
@@ -115,33 +115,45 @@ def unified_assignments(choices: Choices, num_ranks: int) -> Iterator[MeshAssign
     num_layers = sum(unit.num_layers for unit in choices.values())
     min_pp = max(min(unit.pp) for unit in choices.values())
     max_pp = sum(max(unit.pp) for unit in choices.values())
-    for mesh in _shared_meshes(choices):
+    for shared in shared_meshes(choices):
+        mesh = shared[LLM]
         pp, rest = divmod(num_ranks, mesh.tp * mesh.num_replicas)
         if rest or not min_pp <= pp <= max_pp:
             continue
         num_llm = llm.global_batch // mesh.dp
         num_microbatches = {name: unit.fixed_microbatches or num_llm for name, unit in choices.items()}
         for vpp in _vpp_sizes(llm, pp, num_layers, num_llm):
-            of_llm = replace(mesh, pp=pp, vpp=vpp)
-            if _can_interleave_together(choices, of_llm):
-                meshes = {name: of_llm if name == LLM else without_cp(of_llm) for name in choices}
+            meshes = {name: replace(of_unit, pp=pp, vpp=vpp) for name, of_unit in shared.items()}
+            if _can_interleave_together(choices, meshes[LLM]):
                 yield MeshAssignment("unified", meshes, num_microbatches | {LLM: num_llm})
 
 
-def _shared_meshes(choices: Choices) -> Iterator[MeshSize]:
-    """List the LLM's meshes of one pipeline rank on which all units may lie, those without context parallelism first.
-
-    Where replicas of the LLM share sequences, each of them is a replica of the other units. These may then be more than
-    the batch has groups, since the items of one group are divided among them.
-    """
+def shared_meshes(choices: Choices) -> Iterator[dict[str, MeshSize]]:
+    """List the meshes of all units on one pipeline rank, those without context parallelism first."""
     llm = choices[LLM]
-    shared = set.intersection(*({(tp, dp) for tp in unit.tp for dp in unit.dp} for unit in choices.values()))
-    yield from (MeshSize(tp, 1, dp) for tp, dp in sorted(shared) if 1 in llm.cp)
-    for tp, dp in product(sorted(set.intersection(*(set(unit.tp) for unit in choices.values()))), llm.dp):
-        for mesh in llm.context_meshes(MeshSize(tp, 1, dp)):
-            others = (unit for name, unit in choices.items() if name != LLM)
-            if mesh.cp > 1 and all(unit.fixed_dp in (None, mesh.num_replicas) for unit in others):
-                yield mesh
+    plain = (MeshSize(tp, 1, dp) for tp, dp in product(sorted(llm.tp), sorted(llm.dp)) if 1 in llm.cp)
+    of_tp_and_dp = (llm.context_meshes(MeshSize(tp, 1, dp)) for tp, dp in product(sorted(llm.tp), llm.dp))
+    with_context = (mesh for meshes in of_tp_and_dp for mesh in meshes if mesh.cp > 1)
+    for of_llm in chain(plain, with_context):
+        others = {name: _mesh_beside(unit, of_llm) for name, unit in choices.items() if name != LLM}
+        meshes = {name: of_llm if name == LLM else others[name] for name in choices}
+        possible = {name: mesh for name, mesh in meshes.items() if mesh is not None}
+        if len(possible) == len(choices):
+            yield possible
+
+
+def _mesh_beside(unit: UnitChoices, of_llm: MeshSize) -> MeshSize | None:
+    """Return the mesh of another unit on the LLM's ranks in one pipeline; None where it cannot have one.
+
+    Where replicas of the LLM share sequences, each of them is a replica of the unit. Where the LLM's tensor-parallel
+    size is not among an encoder's, it has a divisor of it, and so several replicas on each of the LLM's TP groups. Its
+    replicas may then be more than the batch has groups, since the items of one group are divided among them.
+    """
+    tp = unit.tp_beside(of_llm.tp)
+    if tp is None:
+        return None
+    mesh = mesh_beside(of_llm, tp)
+    return mesh if mesh.dp in unit.dp or (mesh.dp > of_llm.dp and unit.fixed_dp is None) else None
 
 
 def _can_interleave_together(choices: Choices, mesh: MeshSize) -> bool:

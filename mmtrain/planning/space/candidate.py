@@ -44,8 +44,9 @@ class CandidateStage(IntEnum):
 class MeshAssignment:
     """A placement with a mesh size for every unit, before layers are divided into stages.
 
-    In `unified` all units have the same mesh, and its `pp` is the number of ranks of the one pipeline. Where the LLM's
-    replicas share sequences (`cp`), they are data-parallel replicas of the other units.
+    In `unified` all units are on the same ranks, and `pp` is the number of ranks of the one pipeline. Where the LLM's
+    replicas share sequences (`cp`), they are data-parallel replicas of the other units. An encoder whose `tp` is only a
+    divisor of the LLM's has a replica on each part of the LLM's TP groups that is as large.
     """
 
     placement: Placement
@@ -111,8 +112,10 @@ class MeshAssignment:
         num_llm = self.num_microbatches[LLM]
         suffix = {unit: f" mb{num}" if num != num_llm else "" for unit, num in self.num_microbatches.items()}
         if self.placement == "unified":
-            others = "".join(f", {unit}{text}" for unit, text in suffix.items() if text)
-            return f"unified: {self.meshes[LLM]}{others}"
+            llm = self.meshes[LLM]
+            of_own = {name: f" tp{m.tp} dp{m.dp}" if m.tp != llm.tp else "" for name, m in self.meshes.items()}
+            others = "".join(f", {unit}{of_own[unit]}{suffix[unit]}" for unit in suffix if of_own[unit] or suffix[unit])
+            return f"unified: {llm}{others}"
         return f"{self.placement}: " + ", ".join(f"{unit} {mesh}{suffix[unit]}" for unit, mesh in self.meshes.items())
 
 

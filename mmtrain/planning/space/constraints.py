@@ -37,6 +37,7 @@ class UnitChoices:
     fixed_vpp: int | None = None  # likewise
     is_whole: bool = False  # all layers are one stage, whatever the recipe says, and every rank of a TP group runs it
     fixed_dp: int | None = None
+    is_encoder: bool = False
     cp: tuple[int, ...] = (1,)  # ranks that may share sequences; only the LLM's do
     cp_methods: tuple[tuple[int, int, ContextMethod], ...] = ()  # (tp, cp, method) for each cp above 1 that is possible
     cp_split: CutSequences = "auto"
@@ -55,6 +56,17 @@ class UnitChoices:
         return replace(
             self, tp=(mesh.tp,), pp=(mesh.pp,), dp=(mesh.dp,), vpp=(mesh.vpp,), cp=(mesh.cp,), cp_methods=methods
         )
+
+    def tp_beside(self, llm_tp: int) -> int | None:
+        """Return the tensor-parallel size on the ranks of an LLM with this one, in the same pipeline, if there is any.
+
+        That is the LLM's own where it is possible. Else an encoder has the least that it may have, if that divides the
+        LLM's: 1, unless the recipe fixes it. Larger ones would only save memory that a pipeline saves, too.
+        """
+        if llm_tp in self.tp:
+            return llm_tp
+        least = min(self.tp)
+        return least if self.is_encoder and llm_tp % least == 0 else None
 
     @property
     def own_tp(self) -> tuple[int, ...]:
@@ -113,6 +125,7 @@ def unit_choices(
             fixed_vpp=fixed.vpp,
             is_whole=not unit.is_splittable,
             fixed_dp=fixed.dp,
+            is_encoder=unit.kind == "encoder",
         )
         if unit.name == LLM:
             choices[LLM] = _with_shared_sequences(choices[LLM], recipe, ranks_per_node, budget)

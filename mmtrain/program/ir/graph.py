@@ -303,6 +303,10 @@ class StageGraph:
             edges=tuple(e for e in self.edges if {e.src.unit, e.dst.unit} <= set(units)),
         )
 
+    def ranks_holding(self, stage_id: StageId) -> tuple[int, ...]:
+        """Return the ranks that hold the stage for any replica, TP group after TP group."""
+        return tuple(rank for tp_group in self._stages[stage_id].tp_groups for rank in tp_group)
+
     def held_by(self, rank: int) -> list[tuple[StageId, int]]:
         """Return the stages on `rank` with the replica it holds of each, sources before destinations."""
         return self._held.get(rank, [])

@@ -201,16 +201,17 @@ def _virtual_stages(graph: StageGraph, stages: Sequence[StageId]) -> tuple[tuple
     """Return the virtual stages of a position, and its number of pipeline ranks.
 
     The path visits units that feed the same one, like two encoders, one after another, as in the chain of a unified
-    pipeline, or side by side. If it visits the TP groups in no regular round either way, they count as one pipeline
-    rank, which then runs one wave at a time.
+    pipeline, or side by side. TP groups of several units on the same ranks are one pipeline rank, whatever their sizes.
+    If the path visits ranks in no regular round either way, they count as one pipeline rank, which then runs one wave
+    at a time.
     """
     unit_order = {mesh.unit: place for place, mesh in enumerate(graph.meshes)}
     unit_after_unit = sorted(stages, key=lambda s: unit_order[s.unit])
     for path in (unit_after_unit, stages) if _flows_down(graph, unit_after_unit) else (stages,):
-        visits = [(tp_groups, tuple(part)) for tp_groups, part in groupby(path, key=lambda s: graph.stage(s).tp_groups)]
-        round_ = list(dict.fromkeys(tp_groups for tp_groups, _ in visits))
-        ranks = [rank for tp_groups in round_ for tp_group in tp_groups for rank in tp_group]
-        is_regular = all(tp_groups == round_[nth % len(round_)] for nth, (tp_groups, _) in enumerate(visits))
+        visits = [(holders, tuple(part)) for holders, part in groupby(path, key=graph.ranks_holding)]
+        round_ = list(dict.fromkeys(holders for holders, _ in visits))
+        ranks = [rank for holders in round_ for rank in holders]
+        is_regular = all(holders == round_[nth % len(round_)] for nth, (holders, _) in enumerate(visits))
         if is_regular and len(ranks) == len(set(ranks)):
             return tuple(part for _, part in visits), len(round_)
     return (tuple(stages),), 1

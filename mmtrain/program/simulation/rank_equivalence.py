@@ -2,7 +2,7 @@
 
 Tensor parallelism makes most ranks of a TP group copies of each other: they compute together, and position k of a
 TP group sends to position k of the next. Only the first rank may differ, since it alone exchanges data with other
-units for its TP group.
+units for its TP group; and where an encoder has a replica on each rank of the TP group, every rank differs.
 """
 
 from collections import defaultdict
@@ -31,6 +31,8 @@ class _Component(NamedTuple):
     """Connected ranks of group 0: see `equivalent_ranks`."""
 
     ranks: RanksByRole
+    members: tuple[int, ...]  # all ranks; several may have one role
+    is_alone: bool  # equivalent to no other, because its ranks cannot be matched
     key: frozenset[object]  # equivalent components have the same
     key_inside_units: frozenset[object]  # so have those that differ in nothing but whether they talk to other units
 
@@ -54,9 +56,12 @@ def equivalent_ranks(
         mirrors: for each replica group, rank of group 0 -> rank of the group.
     """
     equivalent: defaultdict[frozenset[object], list[_Component]] = defaultdict(list)
-    for component in _all_components(graph, mirrors, link_class):
-        equivalent[component.key].append(component)
     followed: dict[int, tuple[int, ...]] = {}
+    for component in _all_components(graph, mirrors, link_class):
+        if component.is_alone:
+            followed |= {rank: (rank,) for rank in component.members}
+        else:
+            equivalent[component.key].append(component)
     known_alike: dict[frozenset[object], _Component] = {}
     left_out: list[_Component] = []
     for components in equivalent.values():
@@ -101,7 +106,7 @@ def representative_ranks(graph: StageGraph, link_class: LinkClass) -> tuple[int,
         for component in first_of_key.values()
         if component.key_inside_units not in talking or _talks_wherever_others_do(graph, component)
     ]
-    return tuple(sorted(rank for component in followed for rank in component.ranks.values()))
+    return tuple(sorted(rank for component in followed for rank in component.members))
 
 
 def _all_components(
@@ -112,7 +117,8 @@ def _all_components(
     for members, own_connections in _components(roles, connections):
         component = {roles[rank]: rank for rank in members}
         # Where a role is not unique, position k cannot be matched to position k: such a component stays alone.
-        unmatched = members if len(component) < len(members) or _visits_twice(component) else ()
+        is_alone = len(component) < len(members) or _visits_twice(component)
+        unmatched = members if is_alone else ()
         costs = [
             (connection.ranks, tuple(_link_classes(connection, mirrors, link_class))) for connection in own_connections
         ]
@@ -120,6 +126,8 @@ def _all_components(
         inside = [(tuple(_inside_unit(roles[rank]) for rank in linked), cost) for linked, cost in costs]
         yield _Component(
             component,
+            tuple(members),
+            is_alone,
             frozenset([*component, *key, *unmatched]),
             frozenset([*map(_inside_unit, component), *inside, *unmatched]),
         )

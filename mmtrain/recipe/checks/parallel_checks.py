@@ -5,6 +5,7 @@ What the planner may choose (None) fits by construction, so only degrees that th
 
 from collections.abc import Iterator
 from itertools import product
+from math import prod
 from operator import itemgetter
 
 from mmtrain.recipe.raw_tree import Problem
@@ -104,13 +105,32 @@ def check_placement(recipe: Recipe) -> Iterator[Problem]:
     elif placement == "replicated":
         yield from _check_replicated(recipe)
     elif placement == "unified":
-        for name, degree in product(other_units(recipe.model), ("tp", "dp", "vpp")):
-            of_unit, llm = getattr(recipe.parallel.of(name), degree), getattr(recipe.parallel.llm, degree)
-            cp = (recipe.parallel.llm.cp or 1) if degree == "dp" else 1  # what shares sequences are replicas elsewhere
-            if of_unit is not None and llm is not None and of_unit != llm * cp:
-                expected = f"parallel.llm.{degree} {llm}" + (f" times cp {cp}" if cp > 1 else "")
-                text = f"{of_unit} differs from {expected}, but `unified` puts all units on one mesh"
-                yield Problem(("parallel", *unit_path(name), degree), text)
+        for name in other_units(recipe.model):
+            yield from _check_one_pipeline(name, recipe)
+
+
+def _check_one_pipeline(name: str, recipe: Recipe) -> Iterator[Problem]:
+    """Another unit lies on the LLM's ranks; those of a TP group, or that share sequences, may hold several replicas."""
+    degrees, llm = recipe.parallel.of(name), recipe.parallel.llm
+    path = ("parallel", *unit_path(name))
+    replicas_per_tp_group = 1
+    if degrees.tp is not None and llm.tp is not None and degrees.tp != llm.tp:
+        if name not in recipe.model.all_encoders:
+            text = f"{degrees.tp} differs from parallel.llm.tp {llm.tp}, which a generator has too in `unified`"
+            yield Problem((*path, "tp"), text)
+        elif llm.tp % degrees.tp:
+            text = f"{degrees.tp} does not divide parallel.llm.tp {llm.tp}; in `unified` an encoder has it or a divisor"
+            yield Problem((*path, "tp"), text)
+        else:
+            replicas_per_tp_group = llm.tp // degrees.tp
+    factors = {"cp": llm.cp or 1, "tp over the encoder's": replicas_per_tp_group}
+    if degrees.dp is not None and llm.dp is not None and degrees.dp != llm.dp * prod(factors.values()):
+        times = "".join(f" times {factor} {size}" for factor, size in factors.items() if size > 1)
+        text = f"{degrees.dp} differs from parallel.llm.dp {llm.dp}{times}, but `unified` puts all units on one mesh"
+        yield Problem((*path, "dp"), text)
+    if degrees.vpp is not None and llm.vpp is not None and degrees.vpp != llm.vpp:
+        text = f"{degrees.vpp} differs from parallel.llm.vpp {llm.vpp}, but `unified` puts all units on one mesh"
+        yield Problem((*path, "vpp"), text)
 
 
 def _check_replicated(recipe: Recipe) -> Iterator[Problem]:

@@ -14,7 +14,8 @@ class UnitParallel(Section):
     tp: PositiveInt | None = setting(
         None,
         affects={"plan"},
-        description="Tensor-parallel degree. Must divide `heads`; must divide `kv_heads` or be a multiple of it.",
+        description="Tensor-parallel degree. Must divide `heads`; must divide `kv_heads` or be a multiple of it. "
+        "In `unified` an encoder's is the LLM's or a divisor of it.",
     )
     pp: PositiveInt | None = setting(None, affects={"plan"}, description="Pipeline-parallel degree.")
     dp: PositiveInt | None = setting(
