@@ -94,7 +94,10 @@ def _write_recipe(known: KnownRun, folder: Path) -> Path:
     seq_len = known.sequence * known.per_microbatch + known.sequence // 4
     parallel: dict[str, object] = {"placement": "replicated", "shard": "all", "llm": {"recompute": known.recompute}}
     if known.mesh:
-        parallel = {"placement": "unified", "llm": {"sp": True, **known.mesh, "recompute": known.recompute}}
+        parallel = {
+            "placement": "unified",
+            "llm": {"sp": True, **known.mesh, "recompute": known.recompute, "tp_overlap": False},
+        }
     recipe = {
         "name": known.name.replace(" ", "-").replace(",", ""),
         "model": {"llm": dict(known.llm)},

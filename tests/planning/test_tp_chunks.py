@@ -13,7 +13,6 @@ from tests.planning.factory import anchor_layout, lengths, problem_for, recipe, 
 from tests.plans import mesh_assignments, plan_recipe
 
 WIDE = {"hidden": 8192, "heads": 64, "ffn": 32768}
-AUTO = {"llm": {"tp_overlap": "auto"}}
 
 
 def planned(tp_overlap: object, hardware: str = "cpu-core") -> Plan:
@@ -40,9 +39,9 @@ def test_the_recipe_may_demand_chunks_and_the_prediction_knows_what_they_cost() 
 
 
 def test_many_tokens_of_a_wide_model_run_in_chunks_on_gpus_and_plans_are_faster_for_it() -> None:
-    problem = problem_for(recipe(llm=WIDE, seq_len=8192, global_batch=2, parallel=AUTO), "h100-80g")
-    whole = LayerCosts(problem)
-    chosen = with_token_splits(problem, whole)
+    problem = problem_for(recipe(llm=WIDE, seq_len=8192, global_batch=2), "h100-80g")
+    chosen = with_token_splits(problem, LayerCosts(problem))
+    whole = chosen.with_settings(chunks={})
     assert chosen.num_chunks("llm", 4) in CHUNK_COUNTS
     assert chosen.num_chunks("llm", 1) == 1
     unhidden, overlapping = (Evaluator(problem, layer_costs=costs) for costs in (whole, chosen))
@@ -52,12 +51,14 @@ def test_many_tokens_of_a_wide_model_run_in_chunks_on_gpus_and_plans_are_faster_
         if layouts[0] is None or layouts[1] is None or assignment.meshes["llm"].tp < 4:
             continue
         compared += 1
-        assert simulated(layouts[1], overlapping).step_time_s < simulated(layouts[0], unhidden).step_time_s
+        hidden, waiting = simulated(layouts[1], overlapping), simulated(layouts[0], unhidden)
+        assert hidden.step_time_s < waiting.step_time_s
+        assert 0 < hidden.bubbles["tp_layers"] < 0.75 * waiting.bubbles["tp_layers"]
     assert compared
 
 
 def test_the_number_of_chunks_is_the_fastest_of_a_microbatch() -> None:
-    problem = problem_for(recipe(llm=WIDE, seq_len=8192, global_batch=2, parallel=AUTO), "h100-80g")
+    problem = problem_for(recipe(llm=WIDE, seq_len=8192, global_batch=2), "h100-80g")
     starting_nothing = replace(problem.hardware, kernel_launch_s=0.0, collective_start_s=0.0, half_efficiency_side=0.0)
     free = replace(problem, costs=AnalyticCosts(replace(starting_nothing, num_multiprocessors=0), "bf16"))
     slow_starts = replace(problem.hardware, collective_start_s=1e-3)

@@ -25,6 +25,7 @@ from mmtrain.runtime.profiling.probes import make_probes
 from mmtrain.runtime.profiling.profile import (
     ProfileRequest,
     _measure_cut,
+    _measures_chunks,
     _relative_rank_times,
     _time_spread,
     empty_cost_table,
@@ -65,8 +66,19 @@ def table() -> CostTable:
 
     Each group of ranks that is measured starts Python anew, which takes most of the time.
     """
-    [text] = fork_ranks(1, _measure, _recipe(parallel={"llm": {"tp_overlap": "auto"}}), (1, 2))
+    [text] = fork_ranks(1, _measure, _recipe(parallel={"llm": {"tp_overlap": True}}), (1, 2))
     return CostTable.model_validate_json(text)
+
+
+@pytest.mark.parametrize(
+    ("hardware", "setting", "expected"),
+    [("cpu-core", "auto", False), ("cpu-core", True, True), ("h100-80g", "auto", True), ("h100-80g", False, False)],
+)
+def test_chunks_are_measured_where_a_plan_may_have_them(hardware: str, setting: Any, expected: bool) -> None:
+    settings = _recipe(parallel={"llm": {"tp_overlap": setting}})
+    request = ProfileRequest(settings, hardware, 2, {"llm": (1, 2)})
+    llm = build_model_shape(settings).unit("llm")
+    assert [_measures_chunks(request, llm, tp) for tp in (1, 2)] == [False, expected]
 
 
 @pytest.mark.slow

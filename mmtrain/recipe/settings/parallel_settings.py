@@ -34,7 +34,7 @@ class UnitParallel(Section):
         "connections. Needs tp above 1. `auto`: if it costs no time, or if nothing fits into memory without it.",
     )
     tp_overlap: bool | Literal["auto"] = setting(
-        False,
+        "auto",
         affects={"plan"},
         description="Run the GEMMs of tensor-parallel linears in chunks of tokens, so that the ranks of a group "
         "communicate one chunk while they compute the next. Needs tp above 1. `auto`: where it saves time, by the "

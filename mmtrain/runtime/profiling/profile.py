@@ -213,7 +213,7 @@ def _measure_layers(request: ProfileRequest, tp: int, world: World) -> _Measurem
     units = [unit for unit in model.units if tp in request.tp.get(unit.name, ())]
     unit_probes = [(unit, *make_probes(request.recipe, unit, request.lengths)) for unit in units]
     num_probes = sum(
-        len(fitted) * (1 + _measures_chunks(request.recipe, unit, tp)) + len(held_out)
+        len(fitted) * (1 + _measures_chunks(request, unit, tp)) + len(held_out)
         for unit, fitted, held_out in unit_probes
     )
     console = Console(stderr=True, quiet=not world.is_first)
@@ -231,7 +231,7 @@ def _measure_layers(request: ProfileRequest, tp: int, world: World) -> _Measurem
                 return _mean_over_ranks(all_samples)
 
             fitted_samples = [measure(probe, True) for probe in fitted]
-            if _measures_chunks(request.recipe, unit, tp):
+            if _measures_chunks(request, unit, tp):
                 profiler.set_chunks(MEASURED_CHUNKS)
                 in_chunks = [measure(probe, True) for probe in fitted]
                 result.layers.extend(_chunked_entries(unit, tp, in_chunks))
@@ -339,9 +339,15 @@ def _layer_entries(unit: UnitShape, tp: int, samples: list[dict[str, LayerSample
     }
 
 
-def _measures_chunks(recipe: Recipe, unit: UnitShape, tp: int) -> bool:
-    """Return whether the unit's blocks are measured in chunks of tokens too: where a plan may run them so."""
-    return tp > 1 and unit.kind != "generator" and recipe.parallel.of(unit.name).tp_overlap is not False
+def _measures_chunks(request: ProfileRequest, unit: UnitShape, tp: int) -> bool:
+    """Return whether the unit's blocks are measured in chunks of tokens too: where a plan may run them so.
+
+    Where the recipe leaves it open, not on hardware whose collectives take all of the compute beside them.
+    """
+    if tp == 1 or unit.kind == "generator":
+        return False
+    setting = request.recipe.parallel.of(unit.name).tp_overlap
+    return setting is True or (setting == "auto" and preset(request.hardware).overlap_slowdown < 1)
 
 
 def _chunked_entries(unit: UnitShape, tp: int, samples: list[dict[str, LayerSample]]) -> list[LayerEntry]:
