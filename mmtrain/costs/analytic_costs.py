@@ -25,6 +25,7 @@ from mmtrain.costs.cost_model import ComputeKind, LayerWork, PassDirection, Piec
 from mmtrain.costs.framework import OWN_RUNTIME, Execution
 from mmtrain.costs.hardware import ELEMENT_BYTES, Hardware, Precision
 from mmtrain.costs.offload_costs import offloaded_bytes, offloaded_seconds
+from mmtrain.costs.resampler_arithmetic import reduced_elements
 from mmtrain.costs.sharded_layers import BYTES_PER_GRADIENT
 from mmtrain.models.shapes.layer_shape import Attention
 from mmtrain.models.shapes.model_shape import BLOCK_KINDS, MLP_CHUNK_TOKENS, LayerShape, adaptable_linears, num_pieces
@@ -38,6 +39,7 @@ FORWARD_KERNELS = {
     "vit_block": 12,
     "decoder_block": 20,
     "projector": 10,
+    "resampler": 20,
     "embedding": 3,
     "head": 10,
     "context_projector": 2,
@@ -61,6 +63,7 @@ TP_ALL_REDUCES = {
     "vit_block": (2, 2),
     "decoder_block": (2, 2),
     "projector": (1, 1),
+    "resampler": (1, 1),  # several tensors together: see `resampler_arithmetic.reduced_elements`
     "embedding": (1, 0),
     "head": (0, 1),
     "dit_block": (3, 3),
@@ -374,7 +377,10 @@ class AnalyticCosts:
     def _unfused_attention(self, layer: LayerShape, tp: int, load: TokenLoad, peak: float) -> float:
         """Return the seconds of one forward that computes whole squares of scores and keeps them in memory."""
         attention, length = layer.attention, load.max_len
-        num_scores = attention.heads * load.sum_sq // tp
+        num_pairs = load.sum_sq
+        if layer.kind == "resampler":
+            num_pairs, length = mixer_arithmetic(layer).query_key_pairs(load), layer.projector.features_per_item
+        num_scores = attention.heads * num_pairs // tp
         share_of_peak = self.hardware.efficiency_at(length * attention.heads // tp, length, attention.head_dim)
         products_s = 4 * num_scores * attention.head_dim / (peak * share_of_peak)
         moved = self.execution.score_moves() * num_scores * self.element_bytes
@@ -417,7 +423,7 @@ class AnalyticCosts:
         num_reduces = TP_ALL_REDUCES.get(layer.kind, (0, 0))[1]
         if tp == 1 or not num_reduces:
             return 0.0
-        reduce_s = self._tp_reduce(layer, tp, load)
+        reduce_s = self._tp_reduce(layer, tp, load, "backward")
         beside = REDUCED_BESIDE_WEIGHT_GRADIENT.get(layer.kind)
         if beside is None or not weight_grad:
             return num_reduces * reduce_s
@@ -442,7 +448,7 @@ class AnalyticCosts:
         width = layer.mixer.inner_width + layer.mixer.kv_width
         return self.collective("all_gather", load.tokens * width * self.element_bytes, GroupLayout(tp))
 
-    def _tp_reduce(self, layer: LayerShape, tp: int, load: TokenLoad) -> float:
+    def _tp_reduce(self, layer: LayerShape, tp: int, load: TokenLoad, direction: PassDirection = "forward") -> float:
         rows = analytic.feature_rows(layer, load) if layer.kind == "projector" else load.tokens
         if layer.kind == "context_projector":
             rows = load.num_sequences * layer.generator.context
@@ -451,4 +457,6 @@ class AnalyticCosts:
         width = layer.out
         if layer.kind == "head":
             rows, width = load.num_targets, layer.hidden
+        if layer.kind == "resampler":
+            rows, width = reduced_elements(layer, load, direction), 1
         return self.collective("all_reduce", rows * width * self.element_bytes, GroupLayout(tp))

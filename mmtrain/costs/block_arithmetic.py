@@ -78,6 +78,8 @@ class AttentionArithmetic:
         Loads do not hold all lengths. With windows the load counts as one of sequences of two lengths: see
         `_two_lengths`.
         """
+        if self.layer.kind == "resampler":
+            return resampled_tokens(self.layer, load) * self.layer.projector.features_per_item
         attention = self.attention
         window = attention.window if attention.causal else attention.window_side**2 or attention.chunk
         if not window or load.max_len <= window:
@@ -216,6 +218,11 @@ def mlp_arithmetic(layer: LayerShape) -> MlpArithmetic:
             return DenseMlpArithmetic(layer, mlp)
         case None:
             raise AssertionError(f"a {layer.kind} without an MLP")
+
+
+def resampled_tokens(layer: LayerShape, load: TokenLoad) -> int:
+    """Return how many tokens the queries of a resampler attend to: all but class tokens."""
+    return load.tokens - layer.extra_tokens * load.num_sequences
 
 
 def joins_attention_output(load: TokenLoad, sorts_sequences: bool) -> bool:

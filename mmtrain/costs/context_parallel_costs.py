@@ -11,6 +11,7 @@ from mmtrain.costs.cost_model import CostModel, LayerWork, TokenLoad
 from mmtrain.costs.hardware import ELEMENT_BYTES, Hardware, Precision
 from mmtrain.costs.layer_arithmetic import gemms as layer_gemms
 from mmtrain.costs.layer_arithmetic import needed_gradients
+from mmtrain.models.shapes.layer_shape import PROJECTOR_KINDS
 from mmtrain.models.shapes.model_shape import LayerShape
 
 BLOCK = "decoder_block"  # the only layer of an LLM in which tokens of a sequence meet
@@ -146,7 +147,7 @@ def sequence_parallel_seconds(
     reduce = costs.collective("all_reduce", whole_bytes, GroupLayout(tp))
     has_backward = layer.trainable or input_grad
     if layer.kind not in _DIVIDED_WIDTHS:
-        return gather if layer.kind == "projector" or has_backward else 0.0
+        return gather if layer.kind in PROJECTOR_KINDS or has_backward else 0.0
     passes = 1 + 2 * has_backward  # a backward moves twice as much as a forward
     widths = _DIVIDED_WIDTHS[layer.kind] + (_POST_NORM_WIDTHS if layer.post_norms else 0)
     moved = widths * passes * (whole_bytes - nbytes / tp)  # less than without

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 
 from mmtrain.costs import generator_arithmetic as diffusion
+from mmtrain.costs import resampler_arithmetic as resampler
 from mmtrain.costs.block_arithmetic import (
     FP32_BYTES,
     INDEX_BYTES,
@@ -30,7 +31,7 @@ from mmtrain.costs.cost_model import TokenLoad
 from mmtrain.models.shapes.model_shape import LayerShape, LossSizes, ModelShape, UnitShape, adaptable_linears
 
 # Kinds of layers without a trainable norm between their input and their first GEMM.
-READS_INPUT_RAW = ("patch_embed", "audio_embed", "projector", "context_projector")
+READS_INPUT_RAW = ("patch_embed", "audio_embed", "projector", "resampler", "context_projector")
 
 
 def gemms(layer: LayerShape, load: TokenLoad, tp: int = 1) -> tuple[Gemm, ...]:
@@ -53,6 +54,8 @@ def gemms(layer: LayerShape, load: TokenLoad, tp: int = 1) -> tuple[Gemm, ...]:
             num_projectors, ffn = 1 + layer.carried_in, layer.dense_mlp.ffn // tp
             first, second = Gemm(rows, ffn, width), Gemm(rows, layer.out, ffn)
             return (first,) * num_projectors + (second,) * num_projectors
+        case "resampler":
+            return resampler.gemms(layer, load, tp)
         case "embedding":
             return ()
         case "head":
@@ -98,7 +101,9 @@ def _trains_matrices(layer: LayerShape) -> bool:
 
 
 def feature_rows(layer: LayerShape, load: TokenLoad) -> int:
-    """Return the number of rows that leave a projector: class tokens are dropped, and tokens joined."""
+    """Return the number of rows that leave a projector: class tokens are dropped, and tokens joined or resampled."""
+    if layer.kind == "resampler":
+        return resampler.num_features(layer, load)
     return (load.tokens - layer.extra_tokens * load.num_sequences) // layer.projector.joins
 
 
@@ -198,6 +203,8 @@ def _num_weights(layer: LayerShape, tp: int) -> int:
             whole += layer.carried_in * width * (1 if layer.rms_norm else 2)
             of_each = layer.dense_mlp.ffn * (width + bias + layer.out) // tp + bias * layer.out
             return of_each * (1 + layer.carried_in) + whole
+        case "resampler":
+            return resampler.num_parameters(layer, tp) + extra
         case "embedding":
             return layer.vocab * h // tp + layer.queries * h
         case "head":
@@ -246,6 +253,8 @@ def _layer_activation_bytes(
             inner = rows * 2 * _projector_ffn(layer) // tp * (1 + layer.carried_in)
             statistics = 2 * FP32_BYTES * t  # of its norms
             return element_bytes * (inputs + inner) + statistics + 2 * INDEX_BYTES * t * (1 + layer.carried_in)
+        case "resampler":
+            return resampler.saved_bytes(layer, load, element_bytes, tp, sorts_sequences)
         case "embedding":
             return INDEX_BYTES * t
         case "head":
@@ -352,6 +361,8 @@ def elementwise_elements(layer: LayerShape, load: TokenLoad, tp: int = 1) -> int
             joins = 2 * feature_rows(layer, load) * layer.out_width if layer.carried_in else 0
             of_each = 3 * t * h + 2 * feature_rows(layer, load) * _projector_ffn(layer) // tp
             return of_each * (1 + layer.carried_in) + joins
+        case "resampler":
+            return resampler.elementwise_elements(layer, load, tp)
         case "embedding":
             return 2 * t * layer.out_width
         case "head":

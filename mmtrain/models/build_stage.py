@@ -78,6 +78,7 @@ def _layer_factory(
     from mmtrain.models.megatron import LayerFactory
 
     block = next(layer for layer in unit.layers if layer.kind in (*BLOCK_KINDS, "dit_block", "unet_attention"))
+    attending = [block, *(layer for layer in unit.layers if layer.kind == "resampler")]
     query_scale = None
     if unit.kind == "generator":
         activation: Activation = "gelu_tanh"
@@ -96,7 +97,9 @@ def _layer_factory(
         norm_eps=norm_eps,
         groups=groups,
         dtype=options.dtype,
-        attention=choose_backend(options.attention, options.device, options.dtype, block.attention.head_dim),
+        attention=choose_backend(
+            options.attention, options.device, options.dtype, max(layer.attention.head_dim for layer in attending)
+        ),
         sequence_parallel=spec.sequence_parallel and groups.tp_size > 1,
         fused_kernels=uses_fused_kernels(options.kernels, options.device),
         query_scale=query_scale,

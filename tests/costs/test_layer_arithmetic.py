@@ -19,6 +19,7 @@ from mmtrain.recipe.settings.model_settings import ModelSettings
 from tests.models.factory import (
     DEEPSTACK,
     POOLED,
+    RESAMPLED,
     SCALED,
     WINDOWED,
     clips,
@@ -53,6 +54,8 @@ MODELS = {
     "normalized outputs": settings(llm={"post_norms": True, "zero_centered_norms": True, "mlp": "geglu"}),
     "normalized heads": settings(llm={"qk_norm": True, "head_dim": 16}),
     "pooled": settings(vision=POOLED),
+    "resampled": settings(vision=RESAMPLED),
+    "resampled, raw tokens": settings(vision=RESAMPLED | {"freeze": True, "post_norm": False}),
     "windows": settings(vision=WINDOWED),
     "scaled": settings(vision=SCALED),
     "deepstack": settings(vision=DEEPSTACK),

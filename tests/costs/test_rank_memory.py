@@ -27,6 +27,7 @@ from tests.distributed import run_ranks
 from tests.models.factory import (
     DEEPSTACK,
     POOLED,
+    RESAMPLED,
     SCALED,
     WINDOWED,
     clips,
@@ -167,6 +168,8 @@ def saved_bytes(module: torch.nn.Module, hidden: Tensor | None, run: object) -> 
         ("vision", SCALED),
         ("vision", {"deepstack": (0, 1), "projector": {"ffn": 128}}),
         ("vision", POOLED),
+        ("vision", RESAMPLED | {"class_token": False}),
+        ("vision", RESAMPLED | {"class_token": False, "projector": {"kind": "resampler", "queries": 8, "norm": True}}),
         ("audio", {}),
         ("llm", {}),
         ("llm", {"qk_norm": True}),

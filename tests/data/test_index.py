@@ -68,6 +68,18 @@ def test_class_tokens_and_merging_change_the_counts(picture: Picture, recipe: Ma
     assert build_index(plain).lengths.tokens[0] - index.lengths.tokens[0] == 8 - 2
 
 
+def test_a_resampler_makes_as_many_features_of_images_of_any_size(picture: Picture, recipe: MakeRecipe) -> None:
+    picture("small.png", 16, 16)
+    picture("large.png", 32, 16)
+    plain = recipe([row("<image>", "red", "small.png"), row("<image>", "red", "large.png")])
+    changed = plain.model_dump()
+    changed["model"]["vision"]["projector"] |= {"kind": "resampler", "queries": 3}
+    lengths = build_index(Recipe.model_validate(changed)).lengths
+    assert lengths.items["vision"].tokens.tolist() == [4, 8]
+    assert lengths.items["vision"].features.tolist() == [3, 3]
+    assert (np.asarray(build_index(plain).lengths.tokens) - np.asarray(lengths.tokens)).tolist() == [4 - 3, 8 - 3]
+
+
 def test_every_kind_of_unusable_sample_is_quarantined(tmp_path: Path, picture: Picture, recipe: MakeRecipe) -> None:
     picture("good.png")
     picture("large.png", 100, 100)

@@ -48,6 +48,18 @@ def test_rows_become_samples_with_items(file: Path) -> None:
     assert index.weights.tolist() == [2.0, 2.0, 2.0]
 
 
+def test_a_resampler_makes_as_many_features_of_every_item(file: Path) -> None:
+    settings = recipe(file, "text,vision\n10,2x16 4\n").model_dump()
+    settings["model"]["vision"] |= {"downsample": "identity", "merge": 1, "class_token": False}
+    settings["model"]["vision"]["projector"] |= {"kind": "resampler", "queries": 6}
+    lengths = build_index(Recipe.model_validate(settings)).lengths
+    assert lengths.tokens.tolist() == [10 + 3 * 6]
+    assert (lengths.items["vision"].tokens.tolist(), lengths.items["vision"].features.tolist()) == (
+        [16, 16, 4],
+        [6] * 3,
+    )
+
+
 def test_a_generated_image_takes_context_tokens_in_the_llm(file: Path) -> None:
     settings = recipe(file, "text,generator\n10,64 2x256\n")
     plain = settings.model_dump() | {}

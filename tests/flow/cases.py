@@ -44,7 +44,7 @@ HEARD, LONG = range(16, 24), range(24, 32)  # those of a step without any image;
 MANY = range(32, 40)  # those of a step with 64 images in one sample
 GRIDS += [[] for _ in HEARD] + [[(8, 8)] * 5 + [(8, 4)] * 4] + [[] for _ in LONG[1:]]
 GRIDS += [[(4, 4)] * 8 + [(2, 2)] * 56, [(2, 4)]] + [[] for _ in MANY[2:]]
-ITEM_IDS = {"vision": (IMAGE_ID,), "fine": (IMAGE_ID,), "audio": (AUDIO_ID,)}
+ITEM_IDS = {"vision": (IMAGE_ID,), "fine": (IMAGE_ID,), "resampled": (IMAGE_ID,), "audio": (AUDIO_ID,)}
 CLIPS = [[], [], [8], [12, 4], [], [16], [], []]  # log-mel frames; heard only by models with an audio unit
 CLIPS += [[] for _ in TEXTS]
 CLIPS += [[16, 8], [], [], [4], [], [], [12], []] + [[16] * 4] + [[] for _ in LONG[1:]]
@@ -72,6 +72,9 @@ FINE = {
     "max_side": 8,
     "class_token": True,
 }
+# In place of it, one whose queries attend to each image, however large: `model.encoders.resampled`.
+NUM_QUERIES = 3
+RESAMPLED = FINE | {"projector": {"kind": "resampler", "queries": NUM_QUERIES, "heads": 4}}
 # What Qwen3-VL does: outputs of both blocks of the encoder reach the LLM's first two.
 DEEPSTACK = {
     "model__vision__positions": "rotary",
@@ -224,6 +227,8 @@ def lengths(encoders: Collection[str] = ("vision",), num_samples: int = len(GRID
         items["audio"] = ItemLengths(first_clip, frames, ones, frames // 2, frames // (2 * STACK))
     if "fine" in encoders:
         items["fine"] = ItemLengths(first, rows, cols, rows * cols + 1, rows * cols)
+    if "resampled" in encoders:
+        items["resampled"] = ItemLengths(first, rows, cols, rows * cols + 1, np.full_like(rows, NUM_QUERIES))
     return SampleLengths(tokens, targets, items)
 
 
@@ -247,8 +252,12 @@ def encoded(sample: int, encoders: Collection[str] = ("vision",)) -> EncodedSamp
 
 
 def image_features(sample: int, encoders: Collection[str]) -> list[tuple[int, int]]:
-    """Return for each image the numbers of features of `vision` and of `fine`."""
-    return [(rows * cols // MERGE**2, rows * cols if "fine" in encoders else 0) for rows, cols in GRIDS[sample]]
+    """Return for each image the numbers of features of `vision` and of a second encoder of images."""
+    features = []
+    for rows, cols in GRIDS[sample]:
+        of_second = NUM_QUERIES * ("resampled" in encoders) + rows * cols * ("fine" in encoders)
+        features.append((rows * cols // MERGE**2, of_second))
+    return features
 
 
 def patches(sample: int, position: int, rows: int, cols: int) -> np.ndarray:
@@ -271,6 +280,7 @@ def mels(sample: int, position: int, frames: int, cols: int = 1) -> np.ndarray:
 
 # Unit -> its cells, and the numbers in each.
 CELLS = {"vision": (patches, 3 * PATCH**2), "fine": (fine_patches, 3 * FINE_PATCH**2), "audio": (mels, BINS)}
+CELLS["resampled"] = CELLS["fine"]
 
 
 def position_ids(sample: int, ids: np.ndarray) -> np.ndarray:
@@ -420,10 +430,11 @@ class Reference:
 
     def _image_places(self, sample: int) -> dict[str, Tensor]:
         """Return where the features of each image encoder stand: image by image, those of `vision` first."""
-        places: dict[str, list[int]] = {"vision": [], "fine": []}
+        second = "resampled" if "resampled" in self.encoders else "fine"
+        places: dict[str, list[int]] = {"vision": [], second: []}
         end = 2  # words before the images
-        for of_vision, of_fine in image_features(sample, self.encoders):
+        for of_vision, of_second in image_features(sample, self.encoders):
             places["vision"] += range(end, end + of_vision)
-            places["fine"] += range(end + of_vision, end + of_vision + of_fine)
-            end += of_vision + of_fine
+            places[second] += range(end + of_vision, end + of_vision + of_second)
+            end += of_vision + of_second
         return {unit: torch.tensor(rows, dtype=torch.int64) for unit, rows in places.items()}

@@ -13,7 +13,7 @@ from mmtrain.recipe import Recipe
 from mmtrain.runtime.execution.rank_context import build_rank_context
 from mmtrain.runtime.world import World
 from tests.distributed import run_ranks
-from tests.flow.cases import AUDIO, DEEPSTACK, FINE, Mesh, Order, plan, recipe, step_data
+from tests.flow.cases import AUDIO, DEEPSTACK, FINE, RESAMPLED, Mesh, Order, plan, recipe, step_data
 from tests.flow.cells import ADAPTED
 from tests.flow.equality import assert_equals_one_process
 from tests.flow.orders import PIPELINE, TOGETHER
@@ -349,6 +349,31 @@ GEMMA: dict[str, tuple[dict[str, Any], dict[str, Mesh]]] = {
 }
 
 
+# A second image encoder whose queries attend to each image. Some microbatches and every second step have no image.
+RESAMPLER: dict[str, tuple[dict[str, Any], dict[str, Mesh]]] = {
+    "resampler, disaggregated, tp2 with slices of tokens, split and recomputed": (
+        {},
+        {
+            "vision": Mesh((), (0,)),
+            "resampled": Mesh((3,), (1, 2, 3, 4), tp=2, sp=True, n=8, recompute=(1, 3)),
+            "llm": Mesh((), (5, 6), tp=2),
+        },
+    ),
+    "resampler, unified tp2, adapters": (
+        ADAPTED,
+        {"vision": Mesh((), (0, 1), tp=2), "resampled": Mesh((), (0, 1), tp=2), "llm": Mesh((), (0, 1), tp=2)},
+    ),
+    "resampler, frozen encoder, merged over two replicas": (
+        {"train__freeze": ("resampled.layers.[0-2].*",)},
+        {"vision": Mesh((), (0,)), "resampled": Mesh((), (1,), n=1), "llm": Mesh((), (2, 3), dp=2)},
+    ),
+    "resampler, colocated": (
+        {},
+        {"vision": Mesh((), (0, 1), dp=2), "resampled": Mesh((), (0, 1), dp=2), "llm": Mesh((2,), (0, 1))},
+    ),
+}
+
+
 def _lines(rank: int, order: str) -> tuple[str, ...]:
     """Write `Fv0` out as vision's forward of wave 0 on the encoder replica, `Bl1` as a backward of the LLM's stage."""
     full = {"v": f"vision.0 vision:{rank}", "l": f"llm.{rank} llm:0"}
@@ -408,6 +433,16 @@ def test_gemma_computes_under_any_plan_what_one_process_does(case: str) -> None:
     settings, order = recipe(**changes), PIPELINE if "in parts" in case else None
     kind = "explicit" if order else "coarse" if "colocated" in case else "1f1b"
     assert_equals_one_process(settings, plan(settings, kind, order, **meshes), texts_between=True)
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] if i else []) for i, case in enumerate(RESAMPLER)]
+)
+def test_a_resampler_computes_under_any_plan_what_one_process_does(case: str) -> None:
+    changes, meshes = RESAMPLER[case]
+    settings = recipe(model__encoders={"resampled": RESAMPLED}, **changes)
+    kind: ScheduleKind = "coarse" if "colocated" in case else "1f1b"
+    assert_equals_one_process(settings, plan(settings, kind, **meshes), texts_between=True)
 
 
 def _validate_after_a_step(settings: Recipe, chosen: Plan) -> tuple[float, float]:

@@ -27,7 +27,20 @@ from mmtrain.runtime.run_folder import PLAN_FILE
 from mmtrain.runtime.world import World
 from tests.distributed import RanksFailed, run_ranks
 from tests.faults import FailAt
-from tests.flow.cases import AUDIO, DEEPSTACK, FINE, HEARD, LONG, Mesh, batch, plan, recipe, samples_of, step_data
+from tests.flow.cases import (
+    AUDIO,
+    DEEPSTACK,
+    FINE,
+    HEARD,
+    LONG,
+    RESAMPLED,
+    Mesh,
+    batch,
+    plan,
+    recipe,
+    samples_of,
+    step_data,
+)
 from tests.flow.cells import ADAPTED, FROZEN, LLM_KINDS, RECOMPUTED, VISION_KINDS
 from tests.flow.equality import NUM_STEPS, assert_equals_one_process
 from tests.flow.gather import copy, whole
@@ -133,6 +146,7 @@ MORE: dict[str, Case] = {
         "all",
     ),
     "all dispatched, two encoders of images": ({"model__encoders": {"fine": FINE}}, 4, 2, (), True, "all"),
+    "all dispatched, a resampler, recomputed": ({"model__encoders": {"resampled": RESAMPLED}}, 4, 2, ALL, True, "all"),
     "llm dispatched": (SPEECH, 4, 2, (), True, "llm"),
     "nothing dispatched": (SPEECH, 4, 2, (), True, "none"),
     "one rank": ({}, 1, 1, (), False),

@@ -32,6 +32,7 @@ def _arguments(data: Path, *changes: str) -> tuple[str, ...]:
         ("parallel.placement=colocated", "parallel.llm.pp=2", "parallel.llm.tp=2"),
         ("parallel.placement=unified", "parallel.llm.cp=2", "parallel.llm.cp_method=ulysses"),
         ("parallel.placement=disaggregated", "parallel.llm.cp=2", "parallel.llm.cp_method=ring"),
+        ("parallel.llm.tp=2", "parallel.vision.tp=2", "model.vision.projector={kind: resampler, queries: 4, heads: 2}"),
     ],
 )
 def test_plans_for_gpus_that_are_not_here_compute_what_one_process_computes(

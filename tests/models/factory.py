@@ -47,6 +47,11 @@ POOLED: dict[str, Any] = {
     "downsample": "average_pool",
     "projector": {"kind": "linear", "bias": False, "norm": True, "norm_kind": "zero_centered_rms"},
 }  # fmt: skip
+# Queries that attend to each image, where others merge patches.
+RESAMPLED: dict[str, Any] = {
+    "class_token": True, "downsample": "identity", "merge": 1,
+    "projector": {"kind": "resampler", "queries": 5, "heads": 4},
+}  # fmt: skip
 AUDIO: dict[str, Any] = {
     "layers": 2, "hidden": 32, "heads": 4, "ffn": 48, "mel_bins": 10, "max_frames": 80, "downsample": 2,
 }  # fmt: skip

@@ -73,8 +73,13 @@ def test_each_kernel_is_called_for_what_the_reference_computes(
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
-def _forward_and_gradients_in_contexts(backend: AttentionBackend, head_dim: int) -> list[Tensor]:
-    layout, contexts = SequenceLayout((5, 9, 5, 2)), SequenceLayout((3,) * 4)
+UNEQUAL, EQUAL = (5, 9, 5, 2), (3,) * 4
+
+
+def _forward_and_gradients_in_contexts(
+    backend: AttentionBackend, head_dim: int, lengths: tuple[int, ...], keys: tuple[int, ...]
+) -> list[Tensor]:
+    layout, contexts = SequenceLayout(lengths), SequenceLayout(keys)
     generator = torch.Generator().manual_seed(3)
     rows = (layout.num_tokens, contexts.num_tokens, contexts.num_tokens)
     q, k, v = (torch.randn(n, 2, head_dim, generator=generator).requires_grad_() for n in rows)
@@ -83,14 +88,17 @@ def _forward_and_gradients_in_contexts(backend: AttentionBackend, head_dim: int)
     return [out, *torch.autograd.grad((out * weights).sum(), (q, k, v))]
 
 
+@pytest.mark.parametrize(("lengths", "keys"), [(UNEQUAL, EQUAL), (EQUAL, UNEQUAL)])
 @pytest.mark.parametrize("head_dim", [16, 12])
 @pytest.mark.parametrize("case", INTERFACES)
-def test_each_kernel_attends_to_contexts_in_one_call(case: str, head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_kernel_attends_to_contexts_in_one_call(
+    case: str, head_dim: int, lengths: tuple[int, ...], keys: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Sequences of queries and of keys have other lengths."""
     install(monkeypatch, case)
     backend: Any = INTERFACES[case][0]
-    expected = _forward_and_gradients_in_contexts("sdpa", head_dim)
-    actual = _forward_and_gradients_in_contexts(backend, head_dim)
+    expected = _forward_and_gradients_in_contexts("sdpa", head_dim, lengths, keys)
+    actual = _forward_and_gradients_in_contexts(backend, head_dim, lengths, keys)
     for got, want in zip(actual, expected, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 

@@ -15,6 +15,7 @@ from mmtrain.recipe.raw_tree import dotted_path
 
 DIT = "model.generator={kind: dit, widths: [8], heads: [4], layers: 2, context_width: 8}"
 GENERATOR = "model.generator={preset: stable-diffusion-2.1}"
+RESAMPLER = "model.vision.projector={kind: resampler, queries: 8}"
 AUDIO = "model.audio={layers: 2, hidden: 32, heads: 4, ffn: 64}"
 Write = Callable[[str, str], Path]
 
@@ -276,6 +277,30 @@ def test_missing_settings_say_what_they_are(write: Write) -> None:
             ["model.vision.layers=6", "model.vision.deepstack=[0, 1, 2, 3, 4]"],
             "model.vision.deepstack: 5 blocks feed as many blocks of the LLM, which has 2",
         ),
+        (
+            [RESAMPLER, "model.llm.rope_sections=[2, 3, 3]"],
+            "model.llm.rope_sections: features of a resampler (model.vision.projector.kind) have no rows and columns",
+        ),
+        (
+            ["model.vision.projector={kind: resampler, queries: 8, heads: 2}", "parallel.vision.tp=4"],
+            "parallel.vision.tp: 4 does not divide model.vision.projector.heads 2",
+        ),
+        (
+            ["model.vision.projector={kind: resampler, queries: 2048}"],
+            "data.image.max_pixels: one image becomes up to 2048 LLM tokens, data.seq_len is 2048",
+        ),
+        (
+            ["model.vision.projector={kind: resampler}"],
+            "model.vision.projector: queries is not set; kind `resampler` needs the number of LLM tokens of each item",
+        ),
+        (
+            ["model.vision.projector={kind: resampler, queries: 8, ffn: 64}"],
+            "model.vision.projector: ffn is set beside kind `resampler`; allowed with `mlp`",
+        ),
+        (
+            ["model.vision.projector={queries: 8, heads: 2}"],
+            "model.vision.projector: queries is set beside kind `mlp`; allowed with `resampler`; heads is set beside",
+        ),
         (["train.optimizer.min_lr=0.01"], "train.optimizer.min_lr: 0.01 is above train.optimizer.lr 0.001"),
         (["train.validate_every=5"], "train.validate_every: 5, but data.validation is empty"),
         (["train.evaluate_every=5"], "train.evaluate_every: 5, but data.validation is empty"),
@@ -373,6 +398,22 @@ def test_settings_that_do_not_fit_together(base: Path, overrides: list[str], mes
         (
             ["model.vision.deepstack=[1]", "model.vision.projector.kind=linear"],
             "deepstack is set, but projector.kind is `linear`; allowed: mlp",
+        ),
+        (
+            [RESAMPLER, "model.vision.deepstack=[1]"],
+            "deepstack is set, but projector.kind is `resampler`; allowed: mlp",
+        ),
+        (
+            ["model.vision.projector={kind: resampler, queries: 8, heads: 5}"],
+            "hidden 32 is not divisible by projector.heads 5",
+        ),
+        (
+            [RESAMPLER, "model.vision.merge=2", "model.vision.downsample=pixel_shuffle"],
+            "projector.kind is `resampler`, but 4 tokens are merged into one; its queries replace downsampling",
+        ),
+        (
+            [RESAMPLER, "model.vision.class_token=true", "model.vision.class_feature=true"],
+            "projector.kind is `resampler`; its queries leave no place for class tokens and newlines",
         ),
         (["model.vision.position_grid=3"], "position_grid is set beside positions `factorized`; allowed with `rotary`"),
         (["model.llm.rope_interleaved=true"], "rope_interleaved is set, but there are no rope_sections to interleave"),

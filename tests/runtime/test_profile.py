@@ -159,6 +159,13 @@ def test_probes_fill_the_recipes_sequences() -> None:
         assert len({p.load.num_sequences for p in fitted}) > 1
 
 
+def test_probes_of_a_resampler_have_the_items_whose_features_fill_a_sequence() -> None:
+    resampler = {"merge": 1, "downsample": "identity", "projector": {"kind": "resampler", "queries": 8}}
+    settings = _recipe(VISION | resampler)
+    fitted, _ = make_probes(settings, build_model_shape(settings).unit("vision"))
+    assert 0.7 <= max(probe.load.num_sequences for probe in fitted) / (128 / 8) <= 1.3
+
+
 def test_probes_consist_of_sizes_that_occur_in_the_data() -> None:
     lengths = factory.lengths()
     settings = _recipe()

@@ -463,7 +463,9 @@ def from_stored(stored: StoredIndex, recipe: Recipe, sources: Sequence[SourceSet
     image_sizes: dict[str, tuple[Lengths, Lengths]] = {}
     for unit, encoder in recipe.model.all_encoders.items():
         tokens = CellRule(encoder.partial_cells, encoder.cells_per_token, encoder.extra_tokens)
-        features = CellRule(encoder.partial_cells, encoder.cells_per_feature, encoder.extra_features)
+        features = CellRule(
+            encoder.partial_cells, encoder.cells_per_feature, encoder.extra_features, encoder.features_per_item
+        )
         items[unit] = _item_lengths(arrays, unit, tokens, features)
         join = tile_join(encoder, recipe.data)
         if join is not None:

@@ -52,18 +52,22 @@ class FeatureCounter:
     cells_per_feature: int
     partial_cells: int  # that may be missing in the last token of an item
     extra_features: int  # of each item
+    features_per_item: int | None  # of every item, if they do not depend on its size
     join: TileJoin | None  # of several items of an image
 
     @classmethod
     def of(cls, settings: EncoderSettings, image: ImageSettings) -> "FeatureCounter":
         """Return the counter of an encoder."""
         join = TileJoin.of(settings, image) if isinstance(settings, VisionSettings) else None
-        return cls(settings.cells_per_feature, settings.partial_cells, settings.extra_features, join)
+        of_item = settings.extra_features, settings.features_per_item
+        return cls(settings.cells_per_feature, settings.partial_cells, *of_item, join)
 
     def count(self, items: MediumItems) -> int:
         """Return the LLM tokens of a medium, without marks that a chat template writes around them."""
         if self.join is not None:
             return self.join.num_features(items.image_size, len(items.grids))
+        if self.features_per_item is not None:
+            return self.features_per_item * len(items.grids)
         num_cells = [rows * cols + self.partial_cells for rows, cols in items.grids]
         return sum([cells // self.cells_per_feature + self.extra_features for cells in num_cells])
 

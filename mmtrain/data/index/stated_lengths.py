@@ -121,6 +121,7 @@ def _unit_rules(recipe: Recipe) -> dict[str, _UnitRule]:
             extra_tokens=settings.extra_tokens,
             extra_features=settings.extra_features,
             downsampling=settings.tokens_per_feature,
+            fixed_llm_tokens=settings.features_per_item,
             rows_per_token=settings.cells_per_token,
         )
         for unit, settings in recipe.model.all_encoders.items()

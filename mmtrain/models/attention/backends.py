@@ -1,6 +1,6 @@
 """The backends of attention: which of them run here, and the call of the chosen one."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal, get_args
 
 import torch
@@ -183,8 +183,9 @@ def attend_to_context(
 ) -> Tensor:
     """Attend from the tokens of each sequence to all context tokens of this sequence.
 
-    q (T, heads, d); k and v (sequences * context tokens, heads, d), which lie as `contexts` says -> (T, heads, d). A
-    kernel that knows packed sequences is called once; torch's dense one, once for each distinct length.
+    q (T, heads, d) lie as `layout` says, k and v (context tokens, heads, d) as `contexts` says -> (T, heads, d).
+    All sequences of one of both have the same length. A kernel that knows packed sequences is called once; torch's
+    dense one, once for each distinct length of the other.
     """
     assert layout.num_tokens == q.shape[0], f"lengths sum to {layout.num_tokens}, but there are {q.shape[0]} tokens"
     assert contexts.num_tokens == k.shape[0], f"contexts have {contexts.num_tokens} tokens, and there are {k.shape[0]}"
@@ -194,24 +195,39 @@ def attend_to_context(
     assert len(layout.filled_lengths) == len(layout.lengths), "an image without tokens has no context"
     if options.backend in FUSED_KERNELS:
         return attend_by_fused_kernel(q, k, v, layout, options, contexts)
-    return _attend_by_sdpa(q, k, v, layout)
+    if len(set(contexts.lengths)) == 1:
+        buckets = layout.length_buckets(q.device)
+        qs, ks, vs = _by_length(q, layout), _as_sorted(k, layout), _as_sorted(v, layout)
+        out = _attend_in_buckets(qs, ks, vs)
+        return out if buckets.inverse is None else out.index_select(0, buckets.inverse)
+    qs, ks, vs = _as_sorted(q, contexts), _by_length(k, contexts), _by_length(v, contexts)
+    out = _attend_in_buckets(qs, ks, vs)
+    if contexts.length_buckets(q.device).order is None:
+        return out
+    sequences = out.view(len(contexts.lengths), -1, *q.shape[1:])
+    return sequences.index_select(0, torch.argsort(contexts.sequence_order(q.device))).flatten(0, 1)
 
 
-def _attend_by_sdpa(q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout) -> Tensor:
-    k, v = (x.view(len(layout.lengths), -1, *x.shape[1:]) for x in (k, v))
-    sorted_tokens = layout.length_buckets(q.device)
+def _by_length(x: Tensor, layout: SequenceLayout) -> list[Tensor]:
+    """Return the tokens of sequences of each length, (S, n, heads, d), the shortest first."""
+    sorted_tokens = layout.length_buckets(x.device)
+    x = x if sorted_tokens.order is None else x.index_select(0, sorted_tokens.order)
+    buckets = torch.split(x, [length * count for length, count in sorted_tokens.buckets])
+    counts = [count for _, count in sorted_tokens.buckets]
+    return [bucket.view(count, -1, *x.shape[1:]) for bucket, count in zip(buckets, counts, strict=True)]
+
+
+def _as_sorted(x: Tensor, layout: SequenceLayout) -> list[Tensor]:
+    """Return the tokens that belong to those of `_by_length`, equally many for each sequence of the layout."""
+    x, sorted_tokens = x.view(len(layout.lengths), -1, *x.shape[1:]), layout.length_buckets(x.device)
     if sorted_tokens.order is not None:
-        q = q.index_select(0, sorted_tokens.order)
-        sequence_order = layout.sequence_order(q.device)
-        k, v = (x.index_select(0, sequence_order) for x in (k, v))
-    qs = torch.split(q, [length * count for length, count in sorted_tokens.buckets])
-    ks, vs = (torch.split(x, [count for _, count in sorted_tokens.buckets]) for x in (k, v))
-    outputs = [
-        _attend_in_bucket(bucket_q.view(len(bucket_k), -1, *q.shape[1:]), bucket_k, bucket_v)
-        for bucket_q, bucket_k, bucket_v in zip(qs, ks, vs, strict=True)
-    ]
-    out = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
-    return out if sorted_tokens.inverse is None else out.index_select(0, sorted_tokens.inverse)
+        x = x.index_select(0, layout.sequence_order(x.device))
+    return list(torch.split(x, [count for _, count in sorted_tokens.buckets]))
+
+
+def _attend_in_buckets(qs: Sequence[Tensor], ks: Sequence[Tensor], vs: Sequence[Tensor]) -> Tensor:
+    outputs = [_attend_in_bucket(q, k, v) for q, k, v in zip(qs, ks, vs, strict=True)]
+    return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
 
 def _attend_in_bucket(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

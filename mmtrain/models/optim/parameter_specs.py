@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from mmtrain.models.shapes.layer_shape import PROJECTOR_KINDS
 from mmtrain.models.shapes.unit_shape import UnitShape
 
 _OUTPUT_PROJECTIONS = (
@@ -140,7 +141,7 @@ def initialize_parameters(
 
 def num_blocks(stage: ShapedModule) -> int:
     """Return the number of blocks of the whole unit."""
-    return sum(layer.mixer is not None for layer in stage.shape.layers)
+    return sum(layer.mixer is not None and layer.kind not in PROJECTOR_KINDS for layer in stage.shape.layers)
 
 
 def initial_values(

@@ -146,6 +146,8 @@ def projector_layer(settings: EncoderSettings, llm_hidden: int) -> LayerShape:
         norm_widths += (settings.hidden,)
     if settings.projector.norm:
         norm_widths += (merged_width,)
+    if settings.features_per_item is not None:
+        return _resampler_layer(settings, llm_hidden, norm_widths)
     return LayerShape(
         "projector",
         hidden=settings.hidden,
@@ -154,5 +156,20 @@ def projector_layer(settings: EncoderSettings, llm_hidden: int) -> LayerShape:
         projector=ProjectorShape(settings.tokens_per_feature, settings.pools, settings.sends_newline),
         extra_tokens=settings.extra_tokens - settings.kept_extra_tokens,
         norm_widths=norm_widths,
+        linear_bias=settings.projector.bias,
+    )
+
+
+def _resampler_layer(settings: EncoderSettings, llm_hidden: int, norm_widths: tuple[int, ...]) -> LayerShape:
+    """Describe a projector whose queries attend to each item, with norms of queries and of attention's output."""
+    heads, width = settings.projector.heads or settings.heads, settings.hidden
+    return LayerShape(
+        "resampler",
+        hidden=width,
+        out=llm_hidden,
+        mixer=Attention(heads, heads, width // heads),
+        projector=ProjectorShape(features_per_item=settings.features_per_item or 0),
+        extra_tokens=settings.extra_tokens,
+        norm_widths=(*norm_widths, width, width),
         linear_bias=settings.projector.bias,
     )

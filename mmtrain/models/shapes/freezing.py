@@ -14,6 +14,7 @@ from mmtrain.errors import RecipeError
 from mmtrain.models.shapes.encoder_shapes import ENCODER_SHAPES
 from mmtrain.models.shapes.generator_shapes import generator_parameters
 from mmtrain.models.shapes.layer_shape import (
+    PROJECTOR_KINDS,
     Attention,
     DenseMlp,
     LayerShape,
@@ -33,7 +34,8 @@ from mmtrain.recipe.settings.llm_settings import LlmSettings
 from mmtrain.recipe.settings.schema import Recipe
 from mmtrain.recipe.settings.train_settings import LoraSettings
 
-QUERIES = "queries"  # the parameter of an embedding with learned vectors for the positions of an image to draw
+# The parameter of an embedding with learned vectors for the positions of an image to draw, and that of a resampler.
+QUERIES = "queries"
 AnyUnitSettings: TypeAlias = EncoderSettings | LlmSettings | GeneratorSettings
 
 
@@ -86,7 +88,7 @@ def parameter_names(layer: LayerShape, settings: AnyUnitSettings) -> Iterator[st
         case "patch_embed" | "audio_embed":
             assert isinstance(settings, EncoderSettings)
             yield from ENCODER_SHAPES[settings.modality].embedding_parameters(layer, settings)
-        case "projector":
+        case "projector" | "resampler":
             assert isinstance(settings, EncoderSettings)
             if settings.has_post_norm:
                 yield from norm_parameters("post_norm", replace(layer, rms_norm=has_rms_post_norm(layer)))
@@ -98,6 +100,8 @@ def parameter_names(layer: LayerShape, settings: AnyUnitSettings) -> Iterator[st
                 yield from norm_parameters(f"{projector}.norm", layer)
             if layer.projector.newline:
                 yield "newline"
+            if layer.kind == "resampler":
+                yield from (QUERIES, *norm_parameters("query_norm", layer), *norm_parameters("output_norm", layer))
         case "embedding":
             yield "table.weight"
             if layer.queries:
@@ -154,7 +158,7 @@ def _spellings(names: Iterable[str], units: Sequence[UnitShape]) -> dict[str, st
     spellings = {name: name for name in names}
     for unit in units:
         projector = f"{unit.name}.layers.{len(unit.layers) - 1}."
-        if unit.layers[-1].kind == "projector":
+        if unit.layers[-1].kind in PROJECTOR_KINDS:
             aliased = [name for name in spellings if name.startswith(projector)]
             spellings |= {f"{unit.name}.projector.{name.removeprefix(projector)}": name for name in aliased}
     return spellings
@@ -198,12 +202,10 @@ def _is_frozen_by_flag(layer: LayerShape, settings: AnyUnitSettings, name: str) 
     """
     if isinstance(settings, AudioSettings) and settings.positions == "fixed" and name == "positions":
         return True
-    if layer.kind == "context_projector" or name == QUERIES:
-        return False
-    if layer.kind == "projector" and not name.startswith("post_norm."):
+    if layer.kind in PROJECTOR_KINDS and not name.startswith("post_norm."):
         assert isinstance(settings, EncoderSettings)
         return settings.projector.freeze
-    return settings.freeze
+    return settings.freeze and layer.kind != "context_projector" and name != QUERIES
 
 
 def _match_patterns(key: str, patterns: Iterable[str], names: Mapping[str, str]) -> set[str]:

@@ -9,6 +9,7 @@ LayerKind = Literal[
     "audio_embed",
     "vit_block",
     "projector",
+    "resampler",
     "embedding",
     "decoder_block",
     "head",
@@ -34,6 +35,7 @@ NUM_MODULATION_VECTORS = 6  # shift, scale and gate of attention and of MLP (ada
 # and follows `projection` and `down`: see `costs.block_pieces`.
 BLOCK_PIECES = ("norm", "qkv", "attention", "projection", "norm_mlp", "up", "down", "add")
 BLOCK_KINDS = ("vit_block", "decoder_block")
+PROJECTOR_KINDS = ("projector", "resampler")  # last layers of encoders; a resampler attends instead of merging tokens
 # Tokens for which the MLP of a recomputed block exists at once. Each chunk reads and writes the sums of gradients of
 # its weights once more, in fp32: on an H100, as modelled, 3% of its GEMMs, whatever their widths.
 MLP_CHUNK_TOKENS = 8192
@@ -132,6 +134,7 @@ class ProjectorShape:
     joins: int = 1  # tokens merged into one feature, a square of patches or neighbors in time
     pools: bool = False  # merged by their average instead of side by side
     newline: bool = False  # a learned vector follows the features of each item
+    features_per_item: int = 0  # resampler: its learned queries
     layer_post_norm: bool = False  # with `rms_norm`: its encoder's last norm is a LayerNorm nevertheless
 
 
@@ -154,8 +157,9 @@ class LayerShape:
 
     A `vit_block` is the block of every encoder. A block has a mixer and an MLP; other kinds of layers have one only if
     they attend or have two linears around an activation function. Two kinds change the number of tokens: an
-    `audio_embed` makes one token of two frames, a projector makes one feature of `joins` tokens. Saved cost tables hold
-    these fields under names of their own: see `costs.layer_fields`.
+    `audio_embed` makes one token of two frames, a projector makes one feature of `joins` tokens. A resampler is a
+    projector whose learned queries attend to the tokens of an item: its mixer says with which heads. Saved cost tables
+    hold these fields under names of their own: see `costs.layer_fields`.
     """
 
     kind: LayerKind
@@ -276,6 +280,8 @@ def adaptable_linears(layer: LayerShape) -> tuple[str, ...]:
     match layer.kind:
         case "vit_block" | "decoder_block":
             return tuple(linear for part in (layer.mixer, layer.mlp) if part is not None for linear in part.linears)
+        case "resampler":
+            return "linear_kv", "linear_q", "linear_proj", "linear"
         case "projector":
             if layer.mlp is None:
                 return ("linear",)

@@ -110,7 +110,7 @@ class Projector(nn.Module):
         if settings.projector.norm:
             self.norm = factory.projector_norm(shape, merged_width, settings.projector.norm_eps)
         self.is_linear = shape.mlp is None
-        if self.is_linear:
+        if self.is_linear:  # the last linear of a resampler too, whose merged width is that of its encoder
             self.linear = factory.row_linear(merged_width, shape.out, bias=shape.linear_bias, splits_inputs=True)
         else:
             self.linear_1 = factory.column_linear(merged_width, shape.dense_mlp.ffn, bias=shape.linear_bias)

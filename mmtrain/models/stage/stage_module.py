@@ -22,6 +22,7 @@ from mmtrain.models.stage.generator_input import DrawingContext
 from mmtrain.models.stage.host_offload import HostOffload
 from mmtrain.models.stage.llm_layers import Embedding, Head, TextContext
 from mmtrain.models.stage.projector import EncoderContext, Projector
+from mmtrain.models.stage.resampler import Resampler
 from mmtrain.models.stage.stage_inputs import EncoderInput, TextInput, UnitInput
 from mmtrain.recipe.settings.modalities import VISION
 from mmtrain.recipe.settings.model_settings import ModelSettings
@@ -312,6 +313,8 @@ class StageModule(nn.Module):
                 return ENCODER_MODULES[encoder.modality].embedding(encoder, layer, self.factory)
             case "projector":
                 return Projector(self._settings.all_encoders[self.unit], layer, self.factory)
+            case "resampler":
+                return Resampler(self._settings.all_encoders[self.unit], layer, self.factory)
             case "embedding":
                 return Embedding(layer, self.factory, self._settings.llm.scale_embeddings)
             case "head":

@@ -231,7 +231,9 @@ def _fix_sizes(
 def _rules(unit: UnitShape, ranks_per_node: int, global_batch: int) -> dict[str, str]:
     """Return what is wrong with a size that is not possible, by setting."""
     block = next(layer for layer in unit.layers if layer.mixer is not None)
-    heads, inner_width, kv_heads = block.attention.heads, block.dense_mlp.ffn, block.attention.kv_heads
+    inner_width, kv_heads = block.dense_mlp.ffn, block.attention.kv_heads
+    all_heads = dict.fromkeys(layer.mixer.heads for layer in unit.layers if layer.mixer is not None)
+    heads = " and ".join(map(str, all_heads))  # a resampler may have another number
     tp_rule = (
         f"is not a power of two that divides {unit.name}'s heads ({heads}) and inner width ({inner_width}), "
         f"and divides kv_heads ({kv_heads}) or is a multiple of them, within a node of {ranks_per_node} ranks"

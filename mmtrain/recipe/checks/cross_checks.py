@@ -79,6 +79,10 @@ def check_rope_sections(recipe: Recipe) -> Iterator[Problem]:
             path = f"model.{dotted_unit(name)}"
             text = f"class tokens and newlines ({path}.class_feature, join_tiles) have no rows; set one of the two"
             yield Problem(("model", "llm", "rope_sections"), text)
+        if model.all_encoders[name].features_per_item:
+            path = f"model.{dotted_unit(name)}.projector.kind"
+            text = f"features of a resampler ({path}) have no rows and columns; set one of the two"
+            yield Problem(("model", "llm", "rope_sections"), text)
     if encoders and recipe.data.image.scheme in ("tiles", "pinpoints"):
         found = f"found `{recipe.data.image.scheme}`"
         text = f"{found}, allowed with model.llm.rope_sections: native or fixed, since a tile has no rows of its own"

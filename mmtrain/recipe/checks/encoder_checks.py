@@ -58,9 +58,9 @@ def check_image_tokens(recipe: Recipe) -> Iterator[Problem]:
     for vision in encoders.values():
         merged_patch = vision.patch * vision.merge
         largest = {
-            "fixed": ("size", (image.size // merged_patch) ** 2 + vision.extra_features),
-            "native": ("max_pixels", image.max_pixels // merged_patch**2 + vision.extra_features),
-            "tiles": ("max_tiles", num_tiles * ((image.tile // merged_patch) ** 2 + vision.extra_features)),
+            "fixed": ("size", vision.item_features((image.size // merged_patch) ** 2)),
+            "native": ("max_pixels", vision.item_features(image.max_pixels // merged_patch**2)),
+            "tiles": ("max_tiles", num_tiles * vision.item_features((image.tile // merged_patch) ** 2)),
             "pinpoints": ("pinpoints", _largest_canvas_features(recipe, vision)),
         }
         name, num_features = largest[image.scheme]
@@ -82,7 +82,7 @@ def _largest_canvas_features(recipe: Recipe, vision: VisionSettings) -> int:
         sizes = [vision.joined_size(rows * side, cols * side, side) for rows, cols in canvases]
         return side**2 + max((rows * (cols + 1) for rows, cols in sizes), default=0)
     most_tiles = 1 + max((rows * cols for rows, cols in canvases), default=0)
-    return most_tiles * (side**2 + vision.extra_features)
+    return most_tiles * vision.item_features(side**2)
 
 
 def check_joined_tiles(recipe: Recipe) -> Iterator[Problem]:

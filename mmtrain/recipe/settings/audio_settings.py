@@ -136,4 +136,5 @@ class AudioSettings(EncoderSettings):
             problems.append(
                 "clip_end silence is behind a clip, but with chunk the convolutions see one chunk; use unpadded"
             )
+        problems += self._resampler_problems()
         return self._without(problems)

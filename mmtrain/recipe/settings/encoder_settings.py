@@ -2,6 +2,8 @@
 
 from typing import Literal
 
+from pydantic import model_validator
+
 from mmtrain.recipe.settings.base import PositiveInt, Section, setting
 from mmtrain.recipe.settings.unit_settings import UnitSettings
 
@@ -15,10 +17,25 @@ MODALITY_DESCRIPTION = (
 class ProjectorSettings(Section):
     """What maps encoder features to the width of the LLM. It trains even if its encoder is frozen."""
 
-    kind: Literal["mlp", "linear"] = setting(
+    kind: Literal["mlp", "linear", "resampler"] = setting(
         "mlp",
         affects={"plan", "resume"},
-        description="`mlp`: two linear layers with an activation between them. `linear`: one (Qwen2-Audio).",
+        description="`mlp`: two linear layers with an activation between them. `linear`: one (Qwen2-Audio). "
+        "`resampler`: learned queries attend to the features of each image or clip, and one linear follows "
+        "(cross-attention, as in Qwen-VL, arXiv 2308.12966).",
+    )
+    queries: PositiveInt | None = setting(
+        None,
+        affects={"plan", "lengths", "steps", "resume"},
+        added_later=True,
+        description="Learned queries of a `resampler`, which needs them: LLM tokens of each item, whatever its size. "
+        "Items are images, tiles, frames of a video, and clips.",
+    )
+    heads: PositiveInt | None = setting(
+        None,
+        affects={"plan", "resume"},
+        added_later=True,
+        description="Attention heads of a `resampler`. Must divide the encoder's `hidden`. Default: the encoder's.",
     )
     bias: bool = setting(True, affects={"plan", "resume"}, description="Bias of the linears. Gemma 3 has none.")
     activation: Literal["gelu", "gelu_tanh", "silu"] = setting(
@@ -43,6 +60,19 @@ class ProjectorSettings(Section):
     )
     freeze: bool = setting(False, affects={"plan", "resume"}, description="Do not train the projector.")
 
+    @model_validator(mode="after")
+    def _consistent(self) -> "ProjectorSettings":
+        problems = []
+        is_resampler = self.kind == "resampler"
+        if is_resampler and self.queries is None:
+            problems.append("queries is not set; kind `resampler` needs the number of LLM tokens of each item, like 64")
+        foreign = ("ffn",) if is_resampler else ("queries", "heads")
+        for name in foreign:
+            if getattr(self, name) is not None:
+                allowed = "mlp" if is_resampler else "resampler"
+                problems.append(f"{name} is set beside kind `{self.kind}`; allowed with `{allowed}`")
+        return self._without(problems)
+
 
 class EncoderSettings(UnitSettings):
     """What all encoders in front of the LLM have in common.
@@ -60,7 +90,9 @@ class EncoderSettings(UnitSettings):
     activation: Activation = setting(affects={"plan", "steps", "resume"}, description="Activation of the MLP.")
     norm_eps: float = setting(gt=0, affects={"plan", "steps", "resume"}, description="Epsilon of the layer norms.")
     projector: ProjectorSettings = setting(
-        ProjectorSettings(), affects={"plan", "resume"}, description="The projector to the width of the LLM."
+        ProjectorSettings(),
+        affects={"plan", "lengths", "steps", "resume"},
+        description="The projector to the width of the LLM.",
     )
     freeze: bool = setting(
         False, affects={"plan", "resume"}, description="Do not train the encoder. Its projector still trains."
@@ -117,6 +149,15 @@ class EncoderSettings(UnitSettings):
         return self.kept_extra_tokens + int(self.sends_newline)
 
     @property
+    def features_per_item(self) -> int | None:
+        """Return the LLM tokens of every item; None if they depend on its size."""
+        return self.projector.queries
+
+    def item_features(self, merged: int) -> int:
+        """Return the LLM tokens of an item with so many tokens, those that are merged counted once."""
+        return self.features_per_item or merged + self.extra_features
+
+    @property
     def cells_per_feature(self) -> int:
         """Return how many cells become one feature."""
         return self.cells_per_token * self.tokens_per_feature
@@ -125,3 +166,23 @@ class EncoderSettings(UnitSettings):
     def has_post_norm(self) -> bool:
         """Return whether a norm follows the last block."""
         return True
+
+    def _resampler_problems(self) -> list[str]:
+        """Return what a resampler does not allow beside it: what makes features of tokens in another way."""
+        if self.projector.kind != "resampler":
+            return []
+        problems = []
+        heads = self.projector.heads or self.heads
+        if self.hidden % heads:
+            problems.append(f"hidden {self.hidden} is not divisible by projector.heads {heads}")
+        if self.tokens_per_feature > 1:
+            problems.append(
+                f"projector.kind is `resampler`, but {self.tokens_per_feature} tokens are merged into one; "
+                "its queries replace downsampling: leave downsample and merge out"
+            )
+        if self.extra_features:
+            problems.append(
+                "projector.kind is `resampler`; its queries leave no place for class tokens and newlines: "
+                "leave class_feature and join_tiles out"
+            )
+        return problems

@@ -219,6 +219,7 @@ class VisionSettings(EncoderSettings):
             problems.append(f"position_grid is set beside positions `{self.positions}`; allowed with `rotary`")
         problems += self._window_problems()
         problems += self._deepstack_problems()
+        problems += self._resampler_problems()
         if self.post_norm and self.norm == "rms" and self.projector.norm and self.projector.norm_kind == "layer":
             problems.append("projector.norm_kind is `layer`, norm is `rms`; allowed only without post_norm")
         if self.class_feature and not (self.class_token and self.merge == 1):

@@ -166,6 +166,8 @@ def _largest_load(recipe: Recipe, unit: UnitShape, lengths: SampleLengths | None
     """
     seq_len = recipe.data.group_tokens
     generator = recipe.model.generator
+    if unit.kind == "encoder" and recipe.model.all_encoders[unit.name].features_per_item:
+        return _largest_resampled_load(recipe, unit, lengths)
     if unit.kind != "generator" or generator is None:
         return seq_len * unit.layers[-1].projector.joins  # for an encoder: all LLM tokens are its features
     if lengths is None or unit.name not in lengths.items or not len(lengths.items[unit.name].tokens):
@@ -180,6 +182,14 @@ def _largest_load(recipe: Recipe, unit: UnitShape, lengths: SampleLengths | None
     of_densest_group = int(drawn_tokens[densest_first][fits].sum())
     of_mean_group = int(items.tokens.sum()) * seq_len / max(1, int(lengths.tokens.sum()))
     return max(int(items.tokens.max()), min(of_densest_group, round(MAX_GENERATOR_LOAD_FACTOR * of_mean_group)))
+
+
+def _largest_resampled_load(recipe: Recipe, unit: UnitShape, lengths: SampleLengths | None) -> int:
+    """Return the tokens of as many mean items as a group has queries for, if all of its tokens are their features."""
+    sampler = _ProbeSampler(recipe, unit, lengths)
+    sizes = _sizes_in_data(recipe, unit, lengths) or _synthetic_sizes(recipe, unit)
+    num_items = max(1, recipe.data.group_tokens // unit.layers[-1].projector.features_per_item)
+    return num_items * sum(map(sampler.num_tokens, sizes)) // len(sizes)
 
 
 class _ProbeSampler:

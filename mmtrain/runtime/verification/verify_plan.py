@@ -300,10 +300,11 @@ def _narrow_encoder(settings: EncoderSettings, tp: int) -> dict[str, Any]:
     projector = settings.projector.model_dump()
     if settings.projector.ffn is not None:
         projector["ffn"] = FFN_PER_RANK * tp
+    heads = math.lcm(settings.heads, settings.projector.heads or 1)
     return {
         "preset": None,
         "hf": None,
-        "hidden": HEAD_DIM * settings.heads,
+        "hidden": HEAD_DIM * heads,
         "ffn": FFN_PER_RANK * tp,
         "projector": projector,
     }
