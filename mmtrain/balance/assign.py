@@ -148,7 +148,8 @@ def _assign_items(unit: str, items: ItemLengths, sequences: _SampleLayout, targe
         per_node = replicas_per_node(targets.replica_nodes.get(unit, ()))
         sizes = DispatchSizes(sequences.dp[unit], blocks.num_microbatches, per_node)
         tokens, features = items.tokens[row], items.features[row]
-        replica, index = dispatch_items(tokens, features, home, block % blocks.per_step, cost, sizes)
+        as_padded = targets.balance_as_padded.get(unit, False)
+        replica, index = dispatch_items(tokens, features, home, block % blocks.per_step, cost, sizes, as_padded)
     else:
         replica, index = _assign_to_microbatches(cost.of(items.tokens[row]), block, blocks)
         nodes = targets.replica_nodes.get(unit, ())

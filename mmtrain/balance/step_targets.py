@@ -83,6 +83,8 @@ class StepTargets:
     dispatch: bool = False  # any replica of an encoder computes an item, wherever its sample is; see `assign`
     # What a sample costs in the LLM, where replicas that run side by side exchange samples; see `dispatch_samples`.
     sample_cost: SequenceCost | None = None
+    # unit -> whether its batches are balanced as if padded (`BatchCost`); units without an entry, as they are computed.
+    balance_as_padded: dict[str, bool] = field(default_factory=dict)
 
 
 class SampleWork:

@@ -42,6 +42,8 @@ def formulate_problem(
     choices = unit_choices(recipe, shape, machine.ranks_per_node, budget.meshes)
     grouping = Grouping.of(recipe.data, recipe.train.num_groups)
     batches = sample_batches(lengths, grouping, recipe.train.seed, budget.sampling)
+    targets = replace(batches.targets, balance_as_padded=recipe.parallel.balance_as_padded())
+    batches = replace(batches, targets=targets)
     if recipe.parallel.node_wise:
         batches = replace(batches, ranks_per_node=machine.ranks_per_node)
     request = request or PlanRequest()

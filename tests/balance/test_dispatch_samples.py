@@ -36,31 +36,36 @@ def _best(cost: BatchCost, tokens: IntArray, num_replicas: int) -> float:
     )
 
 
-@given(st.integers(0, 10_000), st.integers(1, 3), st.integers(1, 3), st.booleans(), st.sampled_from([0, 2]))
+AS_PADDED = st.sampled_from([None, False, True])
+
+
+@given(st.integers(0, 10_000), st.integers(1, 3), st.integers(1, 3), st.booleans(), st.sampled_from([0, 2]), AS_PADDED)
 def test_each_mini_batch_keeps_its_samples_and_is_near_the_best(
-    seed: int, num_replicas: int, num_rows: int, pad: bool, quadratic: int
+    seed: int, num_replicas: int, num_rows: int, pad: bool, quadratic: int, as_padded: bool | None
 ) -> None:
+    """By the cost of the policy: what the recipe fixes, else what the LLM computes."""
+    is_padded = pad if as_padded is None else as_padded
     rng = np.random.default_rng(seed)
     num_samples = num_replicas * num_rows + 4
     groups = make_groups(rng, num_samples, num_replicas * num_rows)
     tokens = rng.integers(1, 50, (num_samples, 2))
     sequence_cost = SequenceCost(3, quadratic)
     sizes = _sizes(tokens, NO_BUDGETS)
-    balanced = dispatch_samples(groups, num_replicas, sizes, sequence_cost, pad, with_items=True)
+    balanced = dispatch_samples(groups, num_replicas, sizes, sequence_cost, pad, True, as_padded)
     assert len(balanced) == len(groups)
-    cost = BatchCost("padded" if pad else "packed", 3.0, float(quadratic))
+    cost = BatchCost("padded" if is_padded else "packed", 3.0, float(quadratic))
     for first in range(0, len(groups), num_replicas):
         row, new_row = (found[first : first + num_replicas] for found in (groups, balanced))
         samples = np.concatenate(row)
         assert sorted(np.concatenate(new_row).tolist()) == sorted(samples.tolist())
         assert all(len(group) for group in new_row)
-        bound = 1 + 1e-5 if pad else 4 / 3 + 1e-9
+        bound = 1 + 1e-5 if is_padded else 4 / 3 + 1e-9
         assert _largest(cost, tokens[:, 0], new_row) <= bound * _best(cost, tokens[samples, 0], num_replicas)
         assert _largest(cost, tokens[:, 0], new_row) <= _largest(cost, tokens[:, 0], row)
 
 
-@given(st.integers(0, 10_000), st.booleans(), st.booleans())
-def test_budgets_hold(seed: int, pad: bool, with_items: bool) -> None:
+@given(st.integers(0, 10_000), st.booleans(), st.booleans(), AS_PADDED)
+def test_budgets_hold(seed: int, pad: bool, with_items: bool, as_padded: bool | None) -> None:
     """Of the LLM always, with its padding, and of encoders where items stay with their samples."""
     rng = np.random.default_rng(seed)
     groups, tokens = make_groups(rng, 12, 3), rng.integers(1, 50, (12, 2))
@@ -68,7 +73,7 @@ def test_budgets_hold(seed: int, pad: bool, with_items: bool) -> None:
     most = of_groups.max(axis=0)
     if pad:
         most[0] = max(len(group) * int(tokens[group, 0].max()) for group in groups)
-    balanced = dispatch_samples(groups, 3, _sizes(tokens, most), COST, pad, with_items)
+    balanced = dispatch_samples(groups, 3, _sizes(tokens, most), COST, pad, with_items, as_padded)
     for group in balanced:
         of_llm = len(group) * int(tokens[group, 0].max()) if pad else int(tokens[group, 0].sum())
         assert of_llm <= most[0]

@@ -392,19 +392,27 @@ def test_a_run_logs_and_reports_its_dispatches(unbroken_replicated: Path) -> Non
     assert [line for line in text.splitlines() if "vision" in line and "measured" in line]
 
 
-@pytest.mark.slow  # 20 s
+def _other_policies(pad: str) -> dict[str, str]:
+    """Return balance policies by which no unit of the run is computed."""
+    return {"vision": "padded", "llm": "packed" if pad == "true" else "padded"}
+
+
+@pytest.mark.slow  # 30 s
 @pytest.mark.parametrize("pad", ["false", "true"])
 def test_samples_that_are_dispatched_change_no_loss(pad: str, data: Path, tmp_path: Path) -> None:
     """Random groups are uneven, so ranks exchange samples; the fullest rank has fewer tokens for it."""
     settings = ("data.grouping=random", f"data.pad={pad}", "train.steps=3", "train.global_batch=8", *REPLICATED)
     runs = {}
-    for dispatch in ("none", "all"):
-        request = request_for(data, tmp_path / dispatch, *settings, f"parallel.dispatch={dispatch}")
+    rigid = [f"parallel.{unit}.balance_policy={policy}" for unit, policy in _other_policies(pad).items()]
+    for dispatch, policies in {"none": [], "all": [], "all by other policies": rigid}.items():
+        mode = f"parallel.dispatch={dispatch.split()[0]}"
+        request = request_for(data, tmp_path / dispatch, *settings, mode, *policies)
         assert run_all(request, request) == ["", ""]
         runs[dispatch] = read_metrics(tmp_path / dispatch)
     for key in ("loss", "grad_norm", "tokens", "samples"):
         values = {dispatch: [step[key] for step in steps] for dispatch, steps in runs.items()}
         assert values["all"] == pytest.approx(values["none"], rel=1e-5), key
+        assert values["all by other policies"] == pytest.approx(values["none"], rel=1e-5), key
     fullest = {
         dispatch: sum(step["dispatch"]["phases"]["llm"]["max_after"] for step in steps)
         for dispatch, steps in runs.items()

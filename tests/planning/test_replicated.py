@@ -354,6 +354,34 @@ def test_the_simulator_sees_what_node_wise_places_save() -> None:
     assert 0 < seconds[0] < seconds[1]
 
 
+def test_a_policy_decides_by_which_cost_a_phase_is_balanced() -> None:
+    """A plan predicts it as steps do it: packed items are less even where they are balanced as if padded."""
+    lengths = _lopsided()
+    items = np.random.default_rng(5).integers(4, 60, len(lengths.items["vision"].rows))
+    vision = replace(lengths.items["vision"], rows=items, cols=items, tokens=items**2, features=items)
+    lengths = replace(lengths, items={"vision": vision})
+    predicted, computed = {}, {}
+    for policy in ("auto", "packed", "padded"):
+        parallel = {"placement": "replicated", "shard": "all", "dispatch": "all", "schedule": "1f1b"}
+        settings = factory.recipe(parallel=parallel | {"vision": {"balance_policy": policy}}, global_batch=8)
+        chosen = plan_recipe(settings, lengths, world_size=4, hardware="h100-80g", recipe_sha256="x")
+        assert chosen.predicted.balance is not None
+        assert chosen.predicted.balance.phases is not None
+        predicted[policy] = chosen.predicted.step_time_s, chosen.predicted.balance.phases["vision"].over_mean[1]
+        targets = derive_step_targets(settings, chosen, lengths)
+        assert targets.balance_as_padded == ({} if policy == "auto" else {"vision": policy == "padded"})
+        stream = GroupStream(lengths, Grouping.of(settings.data, 8), seed=1)
+        dp = {name: unit.dp for name, unit in chosen.units.items()}
+        tables = [
+            stream.batch(step, 8, dp, chosen.schedule.num_microbatches, targets).items["vision"] for step in range(8)
+        ]
+        loads = [np.bincount(table.replica + 4 * table.index, table.tokens, 8).reshape(2, 4) for table in tables]
+        computed[policy] = float(np.mean([of_step.max(axis=1).sum() for of_step in loads]))
+    assert predicted["auto"] == predicted["packed"] < predicted["padded"]
+    assert predicted["packed"][1] < predicted["padded"][1]
+    assert computed["auto"] == computed["packed"] < computed["padded"]
+
+
 def _plan_schedule(
     schedule: str,
     encoder: dict[str, Any] = factory.VISION,

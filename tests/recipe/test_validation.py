@@ -238,6 +238,22 @@ def test_missing_settings_say_what_they_are(write: Write) -> None:
             ["parallel.placement=replicated", "parallel.dispatch=llm", "parallel.exchange=all_gather"],
             "parallel.exchange: found all_gather with parallel.dispatch llm, which exchanges nothing",
         ),
+        (
+            ["parallel.vision.balance_policy=padded"],
+            "parallel.vision.balance_policy: found padded with placement auto; it is used in parallel.placement: repl",
+        ),
+        (
+            ["parallel.placement=replicated", "parallel.dispatch=llm", "parallel.vision.balance_policy=packed"],
+            "parallel.vision.balance_policy: found packed with parallel.dispatch llm, where items stay with their",
+        ),
+        (
+            ["parallel.placement=replicated", "parallel.dispatch=none", "parallel.llm.balance_policy=padded"],
+            "parallel.llm.balance_policy: found padded with parallel.dispatch none, where samples stay where they are",
+        ),
+        (
+            ["parallel.placement=replicated", "data.grouping=matched", "parallel.llm.balance_policy=padded"],
+            "parallel.llm.balance_policy: found padded, but ranks exchange samples only with data.reorder: true",
+        ),
         (["parallel.schedule=encoder_first"], "parallel.schedule: found encoder_first with placement auto"),
         (
             ["model.vision=null", "parallel.placement=replicated", "parallel.schedule=encoder_first"],

@@ -23,19 +23,26 @@ class DispatchSizes(NamedTuple):
 
 
 def dispatch_items(
-    tokens: IntArray, features: IntArray, home: IntArray, block: IntArray, cost: SequenceCost, sizes: DispatchSizes
+    tokens: IntArray,
+    features: IntArray,
+    home: IntArray,
+    block: IntArray,
+    cost: SequenceCost,
+    sizes: DispatchSizes,
+    as_padded: bool = False,
 ) -> tuple[IntArray, IntArray]:
     """Return the replica and the microbatch of each item, such that the replicas of a microbatch cost about the same.
 
     tokens, features, home, block: (n,) of each item what its encoder computes, the rows that it becomes, the replica
-    that reads these, and the block of the step.
+    that reads these, and the block of the step. as_padded: balance batches as if their items were padded. They lie
+    side by side without padding, so this is for comparison.
 
-    In each block post-balancing makes batches that cost about the same (`rebalance`; items lie side by side without
-    padding), and each batch goes to a replica that reads much of it. Items stay at home where that is as even.
+    In each block post-balancing makes batches that cost about the same (`rebalance`), and each batch goes to a replica
+    that reads much of it. Items stay at home where that is as even.
     """
     dp, per_block, _ = sizes
     replica, index = home.copy(), block * per_block
-    batch_cost = BatchCost("packed", float(cost.linear), float(cost.quadratic))
+    batch_cost = BatchCost("padded" if as_padded else "packed", float(cost.linear), float(cost.quadratic))
     for number in np.unique(block):
         items = np.flatnonzero(block == number)
         at_home = home[items] * per_block

@@ -151,7 +151,8 @@ class GroupStream:
             cost, pad = targets.sample_cost, self._grouping.pad
             if cost is None:
                 return groups
-            return dispatch_samples(groups, num_replicas, self._sizes, cost, pad, with_items=not targets.dispatch)
+            as_padded = targets.balance_as_padded.get(LLM)
+            return dispatch_samples(groups, num_replicas, self._sizes, cost, pad, not targets.dispatch, as_padded)
         if not targets.loads:
             return groups
         samples = np.concatenate(groups)

@@ -167,7 +167,7 @@ def _with_seq_len(problem: PlanningProblem, seq_len: int) -> PlanningProblem | N
     grouping = Grouping.of(recipe.data, recipe.train.num_groups)
     old = problem.batches
     batches = sample_batches(old.lengths, grouping, recipe.train.seed)
-    batches = replace(batches, ranks_per_node=old.ranks_per_node)
+    batches = replace(batches, targets=old.targets, ranks_per_node=old.ranks_per_node)
     return replace(problem, recipe=recipe, seq_len=seq_len, batches=batches)
 
 

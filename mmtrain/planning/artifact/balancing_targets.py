@@ -158,6 +158,7 @@ def derive_step_targets(recipe: Recipe, plan: Plan, lengths: SampleLengths) -> S
         reorder=reorder,
         dispatch=plan.dispatch == "all",
         sample_cost=_to_integer(_unit_cost(ranks, LLM), scale) if dispatches_samples else None,
+        balance_as_padded=recipe.parallel.balance_as_padded(),
     )
 
 

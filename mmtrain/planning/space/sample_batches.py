@@ -66,8 +66,10 @@ class SampledBatches:
         if dispatch == "none":
             steps, targets = self.unmatched or self.groups, replace(targets, reorder=False)
         elif dispatch is not None and self.sizes is not None:
+            with_items = dispatch == "llm"
+            as_padded = targets.balance_as_padded.get(LLM)
             steps = tuple(
-                dispatch_samples(groups, dp[LLM], self.sizes, COST_PER_TOKEN, self.pad, with_items=dispatch == "llm")
+                dispatch_samples(groups, dp[LLM], self.sizes, COST_PER_TOKEN, self.pad, with_items, as_padded)
                 for groups in steps
             )
         batches = [

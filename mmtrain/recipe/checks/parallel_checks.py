@@ -97,6 +97,7 @@ def check_placement(recipe: Recipe) -> Iterator[Problem]:
         if value != default and placement != "replicated":
             text = f"found {value} with placement {placement}; it is used in parallel.placement: replicated"
             yield Problem(("parallel", name), text)
+    yield from _check_balance_policies(recipe)
     if placement in ("disaggregated", "colocated") and not _present_other_units(recipe):
         yield Problem(
             path, f"found {placement}, which needs a second unit, but the model has only the LLM; use unified"
@@ -132,6 +133,28 @@ def _check_one_pipeline(name: str, recipe: Recipe) -> Iterator[Problem]:
     if degrees.vpp is not None and llm.vpp is not None and degrees.vpp != llm.vpp:
         text = f"{degrees.vpp} differs from parallel.llm.vpp {llm.vpp}, but `unified` puts all units on one mesh"
         yield Problem((*path, "vpp"), text)
+
+
+def _check_balance_policies(recipe: Recipe) -> Iterator[Problem]:
+    """A policy decides about samples or items that ranks exchange."""
+    parallel = recipe.parallel
+    for unit in parallel.balance_as_padded():
+        policy = parallel.of(unit).balance_policy
+        path = ("parallel", *unit_path(unit), "balance_policy")
+        if parallel.placement != "replicated":
+            text = f"found {policy} with placement {parallel.placement}; it is used in parallel.placement: replicated"
+            yield Problem(path, text)
+        elif unit != "llm" and parallel.dispatch not in ("all", "auto"):
+            text = f"found {policy} with parallel.dispatch {parallel.dispatch}, where items stay with their samples; "
+            yield Problem(path, text + "use dispatch all or auto")
+        elif unit == "llm" and parallel.dispatch == "none":
+            text = (
+                f"found {policy} with parallel.dispatch none, where samples stay where they are; use another dispatch"
+            )
+            yield Problem(path, text)
+        elif unit == "llm" and (recipe.data.grouping == "matched" or not recipe.data.reorder):
+            text = f"found {policy}, but ranks exchange samples only with data.reorder: true and another data.grouping "
+            yield Problem(path, text + "than matched (use random, length, device or isf)")
 
 
 def _check_replicated(recipe: Recipe) -> Iterator[Problem]:

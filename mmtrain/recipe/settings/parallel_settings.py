@@ -69,6 +69,15 @@ class UnitParallel(Section):
         "there, and nothing of them is recomputed. `auto`: `none` where a plan fits, else `inputs` or `all`. Copies "
         "overlap with compute. For encoders and the LLM.",
     )
+    balance_policy: Literal["auto", "packed", "padded"] = setting(
+        "auto",
+        affects={"plan"},
+        added_later=True,
+        description="In `replicated`: by which cost samples or items are assigned to ranks (`parallel.dispatch`). "
+        "`packed`: of sequences without padding, the longest first. `padded`: as if each were padded to the longest "
+        "of its batch, batches of neighbors in length. It changes no result. `auto`: as the unit computes them: "
+        "`packed`, and `padded` for the LLM with `data.pad`.",
+    )
 
 
 class LlmParallel(UnitParallel):
@@ -175,6 +184,11 @@ class ParallelSettings(Section):
             return self.encoders.get(unit, UnitParallel())
         degrees: UnitParallel = getattr(self, unit)
         return degrees
+
+    def balance_as_padded(self) -> dict[str, bool]:
+        """Return whether a unit is balanced as if padded, for each unit whose balance policy the recipe fixes."""
+        policies = {unit: self.of(unit).balance_policy for unit in (*self._short_forms(), *self.encoders)}
+        return {unit: policy == "padded" for unit, policy in policies.items() if policy != "auto"}
 
     @classmethod
     def _short_forms(cls) -> list[str]:

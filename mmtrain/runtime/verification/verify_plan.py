@@ -112,7 +112,8 @@ class _Verified:
         counts = self.plan.schedule.num_microbatches
         dp = {name: unit.dp for name, unit in self.plan.units.items()}
         groups = draw_groups(self.index.lengths, dp[LLM] * counts[LLM], step)
-        targets = StepTargets(dispatch=self.plan.dispatch == "all")
+        as_padded = self.recipe.parallel.balance_as_padded()
+        targets = StepTargets(dispatch=self.plan.dispatch == "all", balance_as_padded=as_padded)
         return assign(step, 0, groups, self.index.lengths, dp, counts, targets)
 
 
