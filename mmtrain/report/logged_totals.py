@@ -1,16 +1,17 @@
 """Sum logged steps: what sharded units dispatched, how even that made each phase, and what each source contributed."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from mmtrain.balance.dispatch.phase_loads import PhaseLoad, mean_phase_loads
+from mmtrain.balance.dispatch.phase_loads import OffNodeVolume, PhaseLoad, mean_off_node_volumes, mean_phase_loads
+from mmtrain.costs.hardware import GIB
 from mmtrain.planning.artifact.plan import Plan
 from mmtrain.report.metrics_record import compact_number, steady_steps
-from mmtrain.report.plain_text import seconds_text
+from mmtrain.report.plain_text import memory_text, seconds_text
 
 PHASE_TITLE = "Load of each phase in a step"
-PHASE_HEAD = ("phase", "", "tokens of the mean rank", "fullest rank before", "and after balancing")
+PHASE_HEAD = ("phase", "", "tokens of the mean rank", "fullest rank before", "and after balancing", "to other nodes")
 SOURCE_HEAD = ("source", "samples", "LLM tokens", "share of tokens", "first loss", "last loss")
 
 
@@ -21,6 +22,7 @@ class PhaseTotals:
     phases: Mapping[str, PhaseLoad]  # by unit
     dispatch_s: float
     step_time_s: float
+    off_node: Mapping[str, OffNodeVolume] = field(default_factory=dict)  # bytes by unit; empty on one node
 
     @property
     def dispatch_share(self) -> float:
@@ -33,10 +35,17 @@ class PhaseTotals:
             f"{unit} {before:.2f} -> {after:.2f}"
             for unit, (before, after) in ((unit, load.over_mean) for unit, load in self.phases.items())
         ]
-        return (
+        text = (
             f"dispatches {seconds_text(self.dispatch_s)} ({self.dispatch_share:.1%} of a step); "
             f"fullest over mean rank, before and after balancing: {', '.join(ratios)}"
         )
+        volumes = [f"{unit} {volume_text(volume)}" for unit, volume in self.off_node.items()]
+        return f"{text}; features to other nodes: {', '.join(volumes)}" if volumes else text
+
+
+def volume_text(volume: OffNodeVolume) -> str:
+    """Write `1.2 GiB (fullest rank 38 MiB)`."""
+    return f"{memory_text(volume.total / GIB)} (fullest rank {memory_text(volume.fullest / GIB)})"
 
 
 def predicted_phases(plan: Plan) -> PhaseTotals | None:
@@ -44,7 +53,7 @@ def predicted_phases(plan: Plan) -> PhaseTotals | None:
     balance = plan.predicted.balance
     if balance is None or balance.phases is None or balance.dispatch_s is None:
         return None
-    return PhaseTotals(balance.phases, balance.dispatch_s, plan.predicted.step_time_s)
+    return PhaseTotals(balance.phases, balance.dispatch_s, plan.predicted.step_time_s, balance.off_node)
 
 
 def measured_phases(metrics: Sequence[Mapping[str, Any]] | None) -> PhaseTotals | None:
@@ -55,7 +64,12 @@ def measured_phases(metrics: Sequence[Mapping[str, Any]] | None) -> PhaseTotals 
     by_step = [{unit: PhaseLoad(**load) for unit, load in step["dispatch"]["phases"].items()} for step in steps]
     seconds = sum(step["dispatch"]["seconds"] or 0.0 for step in steps) / len(steps)
     step_time_s = sum(step["step_time_s"] or 0.0 for step in steps) / len(steps)
-    return PhaseTotals(mean_phase_loads(by_step), seconds, step_time_s)
+    volumes = [step["dispatch"].get("off_node", {}) for step in steps]
+    off_node = {}
+    if all(volumes):
+        by_step_of = [{unit: OffNodeVolume(**volume) for unit, volume in of_step.items()} for of_step in volumes]
+        off_node = mean_off_node_volumes(by_step_of)
+    return PhaseTotals(mean_phase_loads(by_step), seconds, step_time_s, off_node)
 
 
 def phase_rows(plan: Plan, metrics: Sequence[Mapping[str, Any]] | None) -> list[tuple[str, ...]]:
@@ -74,6 +88,7 @@ def phase_rows(plan: Plan, metrics: Sequence[Mapping[str, Any]] | None) -> list[
                         f"{load.mean:,.0f}",
                         f"{load.max_before:,.0f} ({before:.2f}x)",
                         f"{load.max_after:,.0f} ({after:.2f}x)",
+                        volume_text(of_steps.off_node[unit]) if unit in of_steps.off_node else "-",
                     )
                 )
     return rows

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from mmtrain.balance.dispatch.phase_loads import PhaseLoad
+from mmtrain.balance.dispatch.phase_loads import OffNodeVolume, PhaseLoad
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,16 @@ class DispatchMetrics:
 
     seconds: float  # of the step in which a rank dispatched or waited for the others to do so, mean over the ranks
     phases: Mapping[str, PhaseLoad]  # by unit
+    off_node: Mapping[str, OffNodeVolume] = field(default_factory=dict)  # by unit; empty on one node
 
     def to_json(self) -> dict[str, Any]:
-        """Return the value of `dispatch` in `metrics.jsonl`."""
-        return {"seconds": _finite(self.seconds), "phases": {unit: asdict(load) for unit, load in self.phases.items()}}
+        """Return the value of `dispatch` in `metrics.jsonl`; without `off_node` on one node."""
+        off_node = {unit: asdict(volume) for unit, volume in self.off_node.items()}
+        return {
+            "seconds": _finite(self.seconds),
+            "phases": {unit: asdict(load) for unit, load in self.phases.items()},
+            **({"off_node": off_node} if off_node else {}),
+        }
 
 
 @dataclass(frozen=True)

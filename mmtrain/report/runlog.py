@@ -70,6 +70,8 @@ class RunLog:
                 scalars |= {f"source_{name}/{source}": value for name, value in source_values.items()}
             for unit, load in dispatch.pop("phases").items():
                 scalars |= {f"phase_{name}/{unit}": value for name, value in load.items()}
+            for unit, volume in dispatch.pop("off_node", {}).items():
+                scalars |= {f"off_node_{name}/{unit}": value for name, value in volume.items()}
             scalars |= {f"dispatch/{name}": value for name, value in dispatch.items()}
             self._events.add(metrics.step, scalars)
 

@@ -8,7 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmtrain.balance import BatchMeta, IntArray, SequenceCost, StepTargets, assign
-from mmtrain.balance.dispatch.phase_loads import PhaseLoad, mean_phase_loads, phase_loads, stream_groups_of
+from mmtrain.balance.dispatch.phase_loads import (
+    OffNodeVolume,
+    PhaseLoad,
+    mean_off_node_volumes,
+    mean_phase_loads,
+    off_node_volumes,
+    phase_loads,
+    stream_groups_of,
+)
 from tests.balance.test_assign import make_groups, make_lengths
 
 BALANCED = StepTargets(item_costs={"vision": SequenceCost(1)}, dispatch=True)
@@ -49,6 +57,30 @@ def test_loads_before_are_those_of_the_layout_without_balancing(
     assert [(load.max_before, load.max_after) for load in of_plain.values()] == [
         (load.max_before, load.max_before) for load in loads.values()
     ]
+
+
+@given(st.integers(0, 10_000), st.sampled_from([(1, 1), (2, 2), (4, 2)]), st.sampled_from([1, 2, 4]))
+def test_volumes_between_nodes_are_those_of_items_away_from_home(
+    seed: int, microbatches: tuple[int, int], ranks_per_node: int
+) -> None:
+    num = dict(zip(("llm", "vision"), microbatches, strict=True))
+    batch = _step(seed, 4, num, BALANCED)
+    items = batch.items["vision"]
+    volume = off_node_volumes(batch, ranks_per_node, dict.fromkeys(batch.items, 10))["vision"]
+    total, fullest = 0, 0
+    for index in range(num["vision"]):
+        sent, received = [0] * 4, [0] * 4
+        for row in np.flatnonzero(items.index == index).tolist():
+            encoder, home = int(items.replica[row]), int(batch.replica[items.sample[row]])
+            if encoder // ranks_per_node != home // ranks_per_node:
+                sent[encoder] += 10 * int(items.features[row])
+                received[home] += 10 * int(items.features[row])
+        total += sum(sent)
+        fullest += max(*sent, *received)
+    assert (volume.total, volume.fullest) == (total, fullest)
+    assert ranks_per_node < 4 or total == 0
+    doubled = OffNodeVolume(2.0 * total, 2.0 * fullest)
+    assert mean_off_node_volumes([{"vision": volume}, {"vision": doubled}])["vision"].total == 1.5 * total
 
 
 def test_padding_counts_in_no_load() -> None:

@@ -17,6 +17,7 @@ from mmtrain.costs.sharded_layers import overlapped_seconds
 from mmtrain.data import GroupStream, build_index
 from mmtrain.errors import PlanError
 from mmtrain.models.shapes.model_shape import build_model_shape
+from mmtrain.planning.advise.finish import stage_balance
 from mmtrain.planning.artifact.balancing_targets import derive_step_targets
 from mmtrain.planning.artifact.graph_memory import MemoryPhase, memory_phases, schedule_in_flight
 from mmtrain.planning.artifact.plan import Plan
@@ -248,6 +249,33 @@ def test_one_rank_stands_for_all_in_the_simulation(dispatch: str, schedule: str)
     assert len(of_all_ranks.bubbles) == 16
     first_batch_s = simulate_first_batch(graph, candidate.schedule, layer_costs, problem.hardware).step_time_s
     assert first_batch_s == pytest.approx(of_all_ranks.step_time_s, rel=1e-3)
+
+
+@pytest.mark.parametrize("exchange", ["all_to_all", "all_gather"])
+def test_features_between_nodes_are_those_of_the_routes(exchange: str) -> None:
+    """Two nodes of eight: count the rows of every route whose replicas lie apart."""
+    volumes = {}
+    for node_wise in (True, False):
+        parallel = {"placement": "replicated", "shard": 8, "dispatch": "all", "schedule": "1f1b"}
+        settings = factory.recipe(parallel={**parallel, "exchange": exchange, "node_wise": node_wise}, global_batch=32)
+        problem = formulate_problem(settings, _lopsided(), world_size=16, hardware="h100-80g", recipe_sha256="x")
+        evaluator = Evaluator(problem)
+        [candidate] = ReplicatedStrategy().search(evaluator, None).candidates
+        off_node = stage_balance(candidate, evaluator).off_node
+        if exchange == "all_gather":
+            assert off_node == {}
+            continue
+        expected = []
+        for loads in evaluator.layer_costs.loads.of_step(batch_split_of(candidate.graph)):
+            source, _, destination, _, rows = loads.routes["vision", "llm"].pairs.T
+            expected.append(int(rows[source // 8 != destination // 8].sum()))
+        row_bytes = problem.shape.edge("vision", "llm").width * ELEMENT_BYTES[problem.precision]
+        volumes[node_wise] = off_node["vision"]
+        assert volumes[node_wise].total == pytest.approx(np.mean(expected) * row_bytes)
+        assert 0 < volumes[node_wise].fullest < volumes[node_wise].total
+    if volumes:
+        assert volumes[True].total <= volumes[False].total
+        assert volumes[True].fullest < volumes[False].fullest
 
 
 def _dispatch_seconds(chosen: Plan) -> float:

@@ -9,8 +9,9 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
 
+from mmtrain.balance.dispatch.phase_loads import OffNodeVolume, PhaseLoad
 from mmtrain.report import RunLog, read_metrics
-from mmtrain.report.metrics_record import EdgeMetrics
+from mmtrain.report.metrics_record import DispatchMetrics, EdgeMetrics
 from tests.full_disk import full_disk
 from tests.report.conftest import metrics
 
@@ -156,3 +157,16 @@ def test_tensorboard_shows_the_last_attempt_of_each_step(tmp_path: Path) -> None
     assert [losses[step] for step in (3, 4, 5)] == [0.25] * 3
     assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3, 4, 5]
     assert "time_s/wait" in events.Tags()["scalars"]
+
+
+def test_curves_of_dispatches(tmp_path: Path) -> None:
+    """Show the load of each phase, and on several nodes what goes to other nodes."""
+    phases = {"vision": PhaseLoad(100.0, 120.0, 101.0)}
+    dispatch = DispatchMetrics(0.5, phases, {"vision": OffNodeVolume(4096.0, 1024.0)})
+    with RunLog(tmp_path, 1, enabled=True) as run_log:
+        run_log.step(metrics(1, dispatch=dispatch))
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    curves = {name: events.Scalars(name)[0].value for name in ("phase_max_after/vision", "off_node_total/vision")}
+    assert curves == {"phase_max_after/vision": 101.0, "off_node_total/vision": 4096.0}
+    assert events.Scalars("dispatch/seconds")[0].value == 0.5

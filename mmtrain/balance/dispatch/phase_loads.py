@@ -67,6 +67,44 @@ def mean_phase_loads(steps: Sequence[Mapping[str, PhaseLoad]]) -> dict[str, Phas
     return means
 
 
+@dataclass(frozen=True)
+class OffNodeVolume:
+    """The bytes of one unit's features that dispatches of a step send to other nodes; as many gradients come back."""
+
+    total: float  # of all ranks
+    fullest: float  # of the ranks that send or receive most, summed over the mini-batches
+
+
+def off_node_volumes(batch: BatchMeta, ranks_per_node: int, row_bytes: Mapping[str, int]) -> dict[str, OffNodeVolume]:
+    """Return by unit what an all-to-all moves between nodes (OrchMLLM, arXiv 2503.23830, figure 13).
+
+    Replicas are ranks, `ranks_per_node` of them on a node. row_bytes: of a feature, by unit.
+    """
+    volumes = {}
+    for unit, items in batch.items.items():
+        home = batch.replica[items.sample]
+        leaves = home // ranks_per_node != items.replica // ranks_per_node
+        num_bytes = items.features[leaves] * row_bytes[unit]
+        num_ranks = 1 + max(int(home.max(initial=0)), int(items.replica.max(initial=0)))
+        num_mini_batches = 1 + int(items.index.max(initial=0))
+        moved = []  # (mini-batches, ranks) sent, then received
+        for rank in (items.replica, home):
+            slot = (items.index * num_ranks + rank)[leaves]
+            moved.append(np.bincount(slot, num_bytes, num_mini_batches * num_ranks).reshape(-1, num_ranks))
+        fullest = np.maximum(*moved).max(axis=1).sum()
+        volumes[unit] = OffNodeVolume(float(num_bytes.sum()), float(fullest))
+    return volumes
+
+
+def mean_off_node_volumes(steps: Sequence[Mapping[str, OffNodeVolume]]) -> dict[str, OffNodeVolume]:
+    """Return the means over some steps, of which each has the same units."""
+    means = {}
+    for unit in steps[0]:
+        of_steps = [(step[unit].total, step[unit].fullest) for step in steps]
+        means[unit] = OffNodeVolume(*np.mean(of_steps, axis=0).tolist())
+    return means
+
+
 def _phase_load(tokens: IntArray, before: IntArray, after: IntArray, num_ranks: int) -> PhaseLoad:
     """Sum tokens (n,) by slots, which count the ranks of one mini-batch after the other."""
     fullest = []

@@ -74,6 +74,15 @@ class ModelShape:
         return next(e for e in self.edges if (e.src, e.dst) == (src, dst))
 
     @property
+    def feature_widths(self) -> dict[str, int]:
+        """Return how many elements a feature of each other unit has that it exchanges with the LLM, on all edges."""
+        widths: dict[str, int] = {}
+        for edge in self.edges:
+            unit = edge.dst if edge.src == "llm" else edge.src
+            widths[unit] = widths.get(unit, 0) + edge.width
+        return widths
+
+    @property
     def token_matrices(self) -> dict[str, bool]:
         """Return the parameters that have a row for each token, by plan-independent name, and whether they train."""
         names = {"embedding": "table.weight"} if self.tied_embeddings else _TOKEN_MATRICES

@@ -7,6 +7,7 @@ from itertools import chain, groupby
 
 import numpy as np
 
+from mmtrain.balance.dispatch.phase_loads import OffNodeVolume, mean_off_node_volumes, off_node_volumes
 from mmtrain.costs import RankMemory, num_parameters
 from mmtrain.costs.hardware import ELEMENT_BYTES, GIB
 from mmtrain.models.shapes.model_shape import UnitShape, unit_offload
@@ -207,6 +208,7 @@ def stage_balance(candidate: Candidate, evaluator: Evaluator) -> StageBalance:
         gpu_days_per_million_samples=round(gpu_seconds * 1e6 / SECONDS_PER_DAY, 4),
         phases=layer_costs.loads.of_phases(batch_split_of(graph)) if dispatches else None,
         dispatch_s=candidate.bubbles["dispatch"] * candidate.step_time_s if dispatches else None,
+        off_node=_off_node_volumes(graph, evaluator),
         shared=_shared_sequences(graph, layer_costs),
     )
 
@@ -250,6 +252,18 @@ def _sent_bytes(graph: StageGraph, layer_costs: LayerCosts) -> float:
             totals = (layer_costs.loads.of_unit(edge.src.unit, split).total(batch) for batch in range(num_batches))
             elements += sum(entered.input_elements(total.tokens, total.num_sequences) for total in totals)
     return elements / num_batches * ELEMENT_BYTES[layer_costs.precision]
+
+
+def _off_node_volumes(graph: StageGraph, evaluator: Evaluator) -> dict[str, OffNodeVolume]:
+    """Return the bytes of features that dispatches send to other nodes in a step, by unit, mean over the batches."""
+    mesh, machine, layer_costs = graph.mesh(LLM), evaluator.problem.hardware, evaluator.layer_costs
+    if not graph.dispatches_items or mesh.exchange != "all_to_all" or graph.world_size <= machine.ranks_per_node:
+        return {}
+    row_bytes = {
+        unit: width * ELEMENT_BYTES[layer_costs.precision] for unit, width in layer_costs.shape.feature_widths.items()
+    }
+    batches = layer_costs.loads.lay_out(batch_split_of(graph))
+    return mean_off_node_volumes([off_node_volumes(batch, machine.ranks_per_node, row_bytes) for batch in batches])
 
 
 def _shared_sequences(graph: StageGraph, layer_costs: LayerCosts) -> SharedSequences | None:

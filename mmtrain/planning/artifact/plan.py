@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from mmtrain.balance.dispatch.phase_loads import PhaseLoad
+from mmtrain.balance.dispatch.phase_loads import OffNodeVolume, PhaseLoad
 from mmtrain.costs.hardware import Precision
 from mmtrain.models.shapes.model_shape import OffloadMode
 from mmtrain.program.ir.graph import ContextMethod, CutSequences, DispatchMode, Exchange
@@ -198,6 +198,8 @@ class StageBalance(_Frozen):
     # Of sharded units, how evenly each fills the ranks, and the seconds of a step in which ranks dispatch.
     phases: dict[str, PhaseLoad] | None = None
     dispatch_s: float | None = None
+    # Of units that are dispatched by all-to-all on several nodes, the bytes that cross nodes in a step.
+    off_node: dict[str, OffNodeVolume] = Field({})
     shared: SharedSequences | None = None  # where ranks share sequences
 
 

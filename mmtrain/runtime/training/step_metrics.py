@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mmtrain.balance import BatchMeta
-from mmtrain.balance.dispatch.phase_loads import phase_loads
+from mmtrain.balance.dispatch.phase_loads import off_node_volumes, phase_loads
 from mmtrain.costs import (
     CostModel,
     CostTable,
@@ -216,10 +216,17 @@ class StepMetricsReducer:
 
     def _dispatch_metrics(self, meta: BatchMeta, reduction: StepMetricsReduction) -> DispatchMetrics | None:
         """Describe what sharded units gained by balancing a step of the stream; None in other placements."""
-        if self._context.graph.mesh(LLM).dispatch is None or meta.stream_group is None:
+        graph, ranks_per_node = self._context.graph, self._machine.ranks_per_node
+        mesh = graph.mesh(LLM)
+        if mesh.dispatch is None or meta.stream_group is None:
             return None
-        loads = phase_loads(meta, self._context.dp[LLM], self._context.num_microbatches)
-        return DispatchMetrics(reduction.dispatch_s, loads)
+        loads = phase_loads(meta, mesh.dp, self._context.num_microbatches)
+        off_node = {}
+        if graph.dispatches_items and mesh.exchange == "all_to_all" and mesh.dp > ranks_per_node:
+            element_bytes = ELEMENT_BYTES[self._context.precision]
+            row_bytes = {unit: width * element_bytes for unit, width in self._context.shape.feature_widths.items()}
+            off_node = off_node_volumes(meta, ranks_per_node, row_bytes)
+        return DispatchMetrics(reduction.dispatch_s, loads, off_node)
 
 
 def gather_measurements(world: World, values: list[float]) -> Tensor:
