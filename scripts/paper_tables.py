@@ -142,9 +142,10 @@ def bubbles(plans: Sequence[Plan]) -> str:
 
 
 def efficiency(plans: Sequence[Plan]) -> str:
-    """Return the share of the encoder's compute inside the LLM's own step."""
-    share = plans[1].predicted.scheduling_efficiency
-    return "-" if share is None else f"{share:.1%}"
+    """Return the share of the encoder's compute inside the LLM's own step, of the coarse order and of the planned."""
+    predicted = plans[1].predicted
+    coarse, fine = predicted.coarse_scheduling_efficiency, predicted.scheduling_efficiency
+    return "-" if coarse is None or fine is None else f"{coarse:.1%} coarse, {fine:.1%} fine"
 
 
 def memory_overhead(plans: Sequence[Plan]) -> str:

@@ -205,8 +205,12 @@ def _sentences(plan: Plan) -> Iterator[str]:
             f"{shared.tokens:.0%} of the tokens; the fullest of these ranks has {shared.work_over_mean:.2f}x the "
             "attention work of the mean."
         )
+        ratios = ", ".join(f"{unit} {ratio:.3f}" for unit, ratio in shared.sp_ratio.items())
+        yield f"SP-Ratio, the share of a microbatch for which these ranks wait for the one with most tokens: {ratios}."
     if predicted.scheduling_efficiency is not None:
-        yield f"{predicted.scheduling_efficiency:.0%} of the encoders' work runs inside the LLM's own step."
+        inside = f"{predicted.scheduling_efficiency:.0%} of the encoders' work runs inside the LLM's own step"
+        coarse = predicted.coarse_scheduling_efficiency
+        yield f"{inside}." if coarse is None else f"{inside}; {coarse:.0%} would if all ran before or behind the LLM's."
     yield from _choice_sentences(plan)
     for choice in predicted.other_choices:
         yield (

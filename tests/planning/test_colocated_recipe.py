@@ -234,6 +234,9 @@ def test_a_recipe_may_require_a_colocated_plan() -> None:
     assert chosen.placement == "colocated"
     assert chosen.predicted.scheduling_efficiency is not None
     assert f"{chosen.predicted.scheduling_efficiency:.0%} of the encoders' work runs inside" in plan_table(chosen)
+    coarse = chosen.predicted.coarse_scheduling_efficiency
+    assert coarse is not None
+    assert coarse < chosen.predicted.scheduling_efficiency, "layers in the pipeline's bubbles lie inside, too"
     assert {other.placement for other in chosen.alternatives} == {"colocated"}
     ends = [list(map(int, ranks.split("-"))) for ranks in chosen.predicted.peak_memory_gib]
     assert sorted(rank for end in ends for rank in range(end[0], end[-1] + 1)) == list(range(4)), "each rank once"

@@ -10,6 +10,7 @@ from mmtrain.balance.context_split import MAX_IMBALANCE
 from mmtrain.errors import PlanError
 from mmtrain.models.shapes.model_shape import build_model_shape
 from mmtrain.planning import Plan
+from mmtrain.planning.advise.finish import sp_ratio
 from mmtrain.planning.artifact.plan_graph import stage_graph
 from mmtrain.planning.evaluate.evaluator import Evaluator
 from mmtrain.planning.evaluate.layout_simulation import model_timing, scheduled_graph, simulate_layout
@@ -130,13 +131,39 @@ def test_long_samples_are_shared_where_that_is_faster() -> None:
     assert shared is not None
     assert (shared.sequences, shared.tokens) == (1, 1), "a batch of one sample leaves nothing to put beside it"
     assert 1 <= shared.work_over_mean <= MAX_IMBALANCE
-    assert "Of the LLM's sequences 100.0% are cut for 4 ranks, with 100% of the tokens" in plan_table(plan, 200)
+    text = plan_table(plan, 200)
+    assert "Of the LLM's sequences 100.0% are cut for 4 ranks, with 100% of the tokens" in text
+    assert set(shared.sp_ratio) == {"vision", LLM}
+    assert shared.sp_ratio[LLM] < 0.01, "a cut sequence is divided evenly"
+    assert f"vision {shared.sp_ratio['vision']:.3f}, llm {shared.sp_ratio[LLM]:.3f}." in text
     alone = planned(long_recipe(global_batch=1, cp=1))
     assert alone.predicted.balance is not None
     assert alone.predicted.balance.shared is None
     assert plan.predicted.step_time_s < 0.95 * alone.predicted.step_time_s
     graph = stage_graph(plan, build_model_shape(long_recipe()))
     assert graph.mesh(LLM).cp_replicas(2) == range(4)
+
+
+def test_the_sp_ratio_is_the_dist_ratio_of_the_ranks_that_share_a_microbatch() -> None:
+    """Compare with eq. 2 of OmniBal, computed from the items of every microbatch."""
+    evaluator = evaluated(long_recipe(), world_size=8)
+    assignment = assignment_of(evaluator, cp=4, dp=2)
+    layer_costs = evaluator.layer_costs
+    partition = anchored_partition(assignment, layer_costs, evaluator.problem.choices, evaluator.memory_bytes)
+    assert partition is not None
+    layout = partitioned_layout(assignment, layer_costs, partition)
+    graph = scheduled_graph(layout, layout.default_schedule, layer_costs)
+    vision, llm = graph.mesh("vision"), graph.mesh(LLM)
+    assert (vision.dp, llm.dp, llm.cp) == (8, 2, 4)
+    expected = []
+    for batch in layer_costs.loads.lay_out(assignment.batch_split):
+        items = batch.items["vision"]
+        for replica in range(llm.dp):
+            for index in range(vision.num_microbatches):
+                rows = [items.microbatch(replica * llm.cp + rank, index) for rank in range(llm.cp)]
+                tokens = np.array([items.tokens[of_rank].sum() for of_rank in rows])
+                expected.append(float((tokens.max() - tokens).sum() / (tokens.max() * 4)) if tokens.max() else 0.0)
+    assert sp_ratio(graph, "vision", layer_costs) == pytest.approx(np.mean(expected), abs=1e-4)
 
 
 def test_a_fixed_degree_and_method_are_kept() -> None:

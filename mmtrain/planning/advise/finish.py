@@ -8,6 +8,7 @@ from itertools import chain, groupby
 import numpy as np
 
 from mmtrain.balance.dispatch.phase_loads import OffNodeVolume, mean_off_node_volumes, off_node_volumes
+from mmtrain.balance.grouping.imbalance import dist_ratio
 from mmtrain.costs import RankMemory, num_parameters
 from mmtrain.costs.hardware import ELEMENT_BYTES, GIB
 from mmtrain.models.shapes.model_shape import UnitShape, unit_offload
@@ -18,6 +19,7 @@ from mmtrain.planning.artifact.plan import (
     MeasuredPlan,
     Plan,
     Prediction,
+    SchedulePlan,
     SharedSequences,
     SpreadChoice,
     StageBalance,
@@ -26,6 +28,7 @@ from mmtrain.planning.artifact.plan import (
 from mmtrain.planning.artifact.plan_change import summarize_data
 from mmtrain.planning.colocated.encoder_order import scheduling_efficiency
 from mmtrain.planning.evaluate.evaluator import Evaluator
+from mmtrain.planning.evaluate.layout_simulation import scheduled_graph
 from mmtrain.planning.layer_costs.layer_costs import FloatArray, LayerCosts
 from mmtrain.planning.space.candidate import (
     COMPLEXITY_LEVELS,
@@ -88,9 +91,12 @@ def predict(chosen: Candidate, evaluator: Evaluator) -> Prediction:
     memory = _memory_by_ranks(chosen)
     rank_seconds = chosen.step_time_s * chosen.graph.world_size
     flops = layer_costs.model_flops(batch_split_of(chosen.graph))
-    efficiency = None
+    efficiency = coarse_efficiency = None
     if chosen.placement == "colocated":
         efficiency = scheduling_efficiency(chosen.graph, chosen.schedule, layer_costs, machine)
+        coarse = SchedulePlan(kind="coarse", num_microbatches=chosen.schedule.num_microbatches)
+        coarse_graph = scheduled_graph(chosen.layout, coarse, layer_costs)
+        coarse_efficiency = scheduling_efficiency(coarse_graph, coarse, layer_costs, machine)
     kinds_gib = {
         ranks: {kind: round(nbytes / GIB, 4) for kind, nbytes in held.by_kind().items()}
         for ranks, held in memory.items()
@@ -107,6 +113,7 @@ def predict(chosen: Candidate, evaluator: Evaluator) -> Prediction:
         bubbles=dict(chosen.bubbles),
         cost_source=layer_costs.costs.source,
         scheduling_efficiency=efficiency,
+        coarse_scheduling_efficiency=coarse_efficiency,
         memory_gib=round(machine.memory_bytes / GIB, 4),
         balance=stage_balance(chosen, evaluator),
     )
@@ -209,7 +216,7 @@ def stage_balance(candidate: Candidate, evaluator: Evaluator) -> StageBalance:
         phases=layer_costs.loads.of_phases(batch_split_of(graph)) if dispatches else None,
         dispatch_s=candidate.bubbles["dispatch"] * candidate.step_time_s if dispatches else None,
         off_node=_off_node_volumes(graph, evaluator),
-        shared=_shared_sequences(graph, layer_costs),
+        shared=_shared_sequences(candidate, layer_costs),
     )
 
 
@@ -266,8 +273,9 @@ def _off_node_volumes(graph: StageGraph, evaluator: Evaluator) -> dict[str, OffN
     return mean_off_node_volumes([off_node_volumes(batch, machine.ranks_per_node, row_bytes) for batch in batches])
 
 
-def _shared_sequences(graph: StageGraph, layer_costs: LayerCosts) -> SharedSequences | None:
+def _shared_sequences(candidate: Candidate, layer_costs: LayerCosts) -> SharedSequences | None:
     """Return which share of the sampled sequences is cut; None where no ranks share them."""
+    graph = candidate.fitted_graph
     mesh = graph.mesh(LLM)
     if mesh.cp == 1:
         return None
@@ -280,7 +288,22 @@ def _shared_sequences(graph: StageGraph, layer_costs: LayerCosts) -> SharedSeque
         sequences=round(float(num_cut / num_sequences), 4),
         tokens=round(float(cut_tokens / num_tokens), 4),
         work_over_mean=round(float(np.mean([split.work_over_mean for split in splits])), 4),
+        sp_ratio={
+            unit: sp_ratio(graph, unit, layer_costs)
+            for unit in candidate.layout.units
+            if unit == LLM or candidate.placement == "unified"
+        },
     )
+
+
+def sp_ratio(graph: StageGraph, unit: str, layer_costs: LayerCosts) -> float:
+    """Return OmniBal's dist ratio (eq. 2) over the replicas of a unit that share the microbatches of an LLM replica."""
+    num_llm_replicas = graph.mesh(LLM).dp
+    tokens = layer_costs.loads.of_unit(unit, batch_split_of(graph)).tokens
+    num_batches, _, num_microbatches = tokens.shape
+    by_group = tokens.reshape(num_batches, num_llm_replicas, -1, num_microbatches).swapaxes(2, 3)
+    microbatches = by_group.reshape(-1, by_group.shape[-1], 1)
+    return round(float(dist_ratio(microbatches)[0]), 4)
 
 
 def _feature_elements(edge: Edge, split: BatchSplit, layer_costs: LayerCosts) -> int:

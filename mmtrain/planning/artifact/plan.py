@@ -176,9 +176,12 @@ class SchedulePlan(_Frozen):
 class SharedSequences(_Frozen):
     """What context parallelism cuts of the sampled batches' sequences, and how evenly their ranks attend."""
 
-    sequences: float  # share of the LLM's sequences that are cut (OmniBal's sequence-parallel ratio, as we read it)
+    sequences: float  # share of the LLM's sequences that are cut
     tokens: float  # share of its tokens that are in them
     work_over_mean: float  # attention work of the fullest rank of a microbatch over the mean of its ranks, mean
+    # OmniBal's SP-Ratio (its appendix, table 7) by unit: the share of a microbatch for which the ranks that share it
+    # wait for the one with most tokens, mean. An encoder on ranks of its own shares none.
+    sp_ratio: dict[str, float] = Field({})
 
 
 class StageBalance(_Frozen):
@@ -222,6 +225,7 @@ class Prediction(_Frozen):
     host_gib: dict[str, float] = Field({})  # the same ranks -> activations in host memory, where there are any
     bubbles: dict[str, float]  # kind -> share of rank-seconds
     scheduling_efficiency: float | None = None  # colocated: share of the encoders' work inside the LLM's own step
+    coarse_scheduling_efficiency: float | None = None  # the same if all of it ran before or behind the LLM's passes
     cost_source: str
     memory_gib: float  # that a rank has
     balance: StageBalance | None = None  # None in plans that no search has made
