@@ -94,6 +94,10 @@ def group(
             "near 64.",
         ),
     ] = None,
+    isf: Annotated[
+        bool,
+        typer.Option("--isf", help="Show ISF after each of its rounds, and with other thresholds of a full group."),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Compare the grouping methods on a recipe's samples.
@@ -107,14 +111,27 @@ def group(
 
     from mmtrain.api.recipe_index import index_recipe
     from mmtrain.balance import Grouping
-    from mmtrain.data.stream.recipe_summaries import compare_grouping_methods
+    from mmtrain.data.stream.recipe_summaries import (
+        compare_grouping_methods,
+        score_isf_rounds,
+        score_isf_thresholds,
+    )
     from mmtrain.recipe import load_recipe
-    from mmtrain.report.data_view import grouping_text
+    from mmtrain.report.data_view import grouping_text, isf_text
 
     settings = load_recipe(recipe, overrides).recipe
     index = index_recipe(settings)
     grouping = Grouping.of(settings.data, settings.train.global_batch)
     num_replicas = replicas or settings.parallel.llm.dp or grouping.row_size
+    if isf:
+        arguments = (index, grouping, settings.train.seed, num_replicas, time.perf_counter)
+        rounds, thresholds = score_isf_rounds(*arguments), score_isf_thresholds(*arguments)
+        if as_json:
+            tables = {"rounds": [asdict(row) for row in rounds], "thresholds": [asdict(row) for row in thresholds]}
+            typer.echo(json.dumps({"replicas": num_replicas, **tables}))
+        else:
+            typer.echo(isf_text(rounds, thresholds, num_replicas))
+        return
     scores = compare_grouping_methods(index, grouping, settings.train.seed, num_replicas, time.perf_counter)
     if as_json:
         rows = [{**asdict(row), "chosen": row.method == grouping.method} for row in scores]

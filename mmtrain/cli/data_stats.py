@@ -25,29 +25,37 @@ def stats(
 
     Prints a histogram per modality, the correlation between modalities, and the samples that cannot be used. With
     --recipe, lengths are tokens; without it, text is counted in characters, images in pixels and audio in seconds.
-    With the recipe's own sources, a table shows which share of training each makes up, and how often it is passed
-    through. For long sequences another shows how many samples context parallelism would cut. Reads headers only and
-    decodes nothing.
+    It also shows how the shares of modalities vary over the samples. With the recipe's own sources, a table shows which
+    share of training each makes up, and how often it is passed through. For long sequences another shows how many
+    samples context parallelism would cut. Reads headers only and decodes nothing.
     """
     import json
     from dataclasses import asdict
 
     from mmtrain.api.recipe_index import print_note, read_named_sources
-    from mmtrain.balance.grouping.summary import LongSamples, SourceSummary, summarize_lengths
+    from mmtrain.balance.grouping.summary import (
+        CompositionShare,
+        LongSamples,
+        SourceSummary,
+        composition_shares,
+        summarize_lengths,
+    )
     from mmtrain.data.index.stats import compute_stats, compute_stats_for_recipe
     from mmtrain.data.stream.recipe_summaries import summarize_sources
     from mmtrain.errors import UserError
     from mmtrain.planning.space.budget import DEFAULT_BUDGET
     from mmtrain.planning.space.constraints import context_parallel_sizes
     from mmtrain.recipe import load_recipe
-    from mmtrain.report.data_view import long_samples_text, sources_text, stats_picture, stats_text
+    from mmtrain.report.data_view import composition_text, long_samples_text, sources_text, stats_picture, stats_text
 
     named_sources = read_named_sources(sources or [])
     in_training: list[SourceSummary] = []
     long_samples: list[LongSamples] = []
+    composition: list[CompositionShare] = []
     if recipe is not None:
         settings = load_recipe(recipe, overrides).recipe
         lengths, index = compute_stats_for_recipe(settings, named_sources or settings.data.sources, print_note)
+        composition = composition_shares(index.lengths)
         if len(index.lengths):
             sizes = [cp for cp in context_parallel_sizes(settings, DEFAULT_BUDGET.meshes) if cp > 1]
             long_samples = [LongSamples.count(index.lengths.tokens, settings.data.group_tokens, cp) for cp in sizes]
@@ -64,12 +72,15 @@ def stats(
         described = {
             **asdict(summary),
             "quarantined": lengths.quarantined,
+            "composition": [asdict(entry) for entry in composition],
             "sources": [asdict(source) for source in in_training],
             "long_samples": [asdict(entry) for entry in long_samples],
         }
         typer.echo(json.dumps(described))
     else:
         typer.echo(stats_text(summary, lengths.quarantined))
+        if composition:
+            typer.echo("\n" + composition_text(composition))
         if long_samples:
             typer.echo("\n" + long_samples_text(long_samples))
         if in_training:

@@ -8,7 +8,9 @@ from rich.table import Table
 from rich.text import Text
 
 from mmtrain.balance.grouping.summary import (
+    CompositionShare,
     GroupingScore,
+    IsfScore,
     LengthDistribution,
     LengthSummary,
     LongSamples,
@@ -17,6 +19,7 @@ from mmtrain.balance.grouping.summary import (
 from mmtrain.errors import UserError, writing
 from mmtrain.report.plain_text import render_text
 
+_LEVELS = " ▁▂▃▄▅▆▇█"  # of a bar of one character, empty only where nothing is
 _BAR_COLUMNS = 50  # characters of the fullest bin
 _BAR_COLOR = "#1f5a8c"
 _BACKGROUND = "#ffffff"
@@ -44,6 +47,21 @@ def long_samples_text(long_samples: Sequence[LongSamples]) -> str:
     for entry in long_samples:
         table.add_row(str(entry.ranks), f"{entry.most_tokens:,}", f"{entry.samples:.2%}", f"{entry.tokens:.2%}")
     return render_text(table).strip("\n")
+
+
+def composition_text(shares: Sequence[CompositionShare]) -> str:
+    """Write how the composition of samples varies: a row and a line of bars for each unit and for text."""
+    table = Table(title="Composition of samples: shares of their LLM tokens", title_justify="left")
+    table.add_column("")
+    for column in ("of all tokens", "mean", "deviation", "5%", "median", "95%", "samples without", "samples by share"):
+        table.add_column(column, justify="left" if column == "samples by share" else "right")
+    for share in shares:
+        largest = max(share.counts)
+        bars = "".join(_LEVELS[-(-count * (len(_LEVELS) - 1) // largest)] for count in share.counts)
+        numbers = (share.of_all_tokens, share.mean, share.deviation, share.p5, share.median, share.p95, share.without)
+        table.add_row(share.unit, *(f"{number:.1%}" for number in numbers), bars)
+    note = "samples by share: from 0% on the left to 100% on the right, in steps of 5%; the fullest bin is the highest."
+    return render_text(table, note).strip("\n")
 
 
 def sources_text(sources: Sequence[SourceSummary], num_steps: int) -> str:
@@ -92,6 +110,34 @@ def grouping_text(
     )
     bounds = [bound for score in scores if score.method == chosen for bound in _bound_sentences(score, sample_name)]
     return render_text(table, notes, *bounds).strip("\n")
+
+
+def isf_text(rounds: Sequence[IsfScore], thresholds: Sequence[IsfScore], num_replicas: int) -> str:
+    """Write ISF's grouping of an epoch after each of its rounds, and with other thresholds of a full group."""
+    units = list(rounds[0].score.dist_ratio)
+    figures = ("groups", "fill", "pad", *(f"dist {unit}" for unit in units), "seconds")
+    title = f"ISF with {num_replicas} replicas side by side, after each round"
+    by_round = Table(title=title, title_justify="left")
+    for column in ("rounds", *figures):
+        by_round.add_column(column, justify="right")
+    for entry in rounds:
+        by_round.add_row(str(entry.rounds), *_isf_cells(entry.score))
+    by_threshold = Table(title="ISF, by what a full group may lack", title_justify="left")
+    for column in ("of the LLM's budget", "of an encoder's", *figures):
+        by_threshold.add_column(column, justify="right")
+    for entry in thresholds:
+        by_threshold.add_row(f"{entry.slack:.2%}", f"{entry.encoder_slack:.2%}", *_isf_cells(entry.score))
+    notes = (
+        "pad: share of tokens that padding the groups would waste (packed groups have no padding); dist: share of a "
+        "step for which a unit's replicas wait for the most loaded one. Thresholds are those of OmniBal's table 6; in "
+        "the last row an encoder may lack one item of mean size."
+    )
+    return render_text(by_round, "", by_threshold, notes).strip("\n")
+
+
+def _isf_cells(score: GroupingScore) -> tuple[str, ...]:
+    waiting = (f"{ratio:.4f}" for ratio in score.dist_ratio.values())
+    return str(score.groups), f"{score.fill:.3f}", f"{score.pad_ratio:.3f}", *waiting, f"{score.seconds:.2f}"
 
 
 def _bound_sentences(score: GroupingScore, sample_name: Callable[[int], str]) -> Iterator[str]:

@@ -5,8 +5,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmtrain.balance import SampleGroups
-from mmtrain.balance.grouping.summary import NUM_HISTOGRAM_BINS, score_grouping, summarize_lengths
+from mmtrain.balance import ItemLengths, SampleGroups, SampleLengths
+from mmtrain.balance.grouping.summary import (
+    NUM_HISTOGRAM_BINS,
+    composition_shares,
+    score_grouping,
+    summarize_lengths,
+)
 
 
 @given(
@@ -39,6 +44,23 @@ def test_correlation_is_pearsons_and_none_for_a_constant_measure() -> None:
     assert correlation[0][1] == pytest.approx(np.corrcoef(values[:, 0], values[:, 1])[0, 1])
     assert correlation[0][0] == pytest.approx(1)
     assert [row[2] for row in correlation] == [None] * 3
+
+
+def test_composition_by_hand() -> None:
+    """Take four samples of 10 tokens, with 0, 5, 5 and 10 of images, one without tokens, and one clip."""
+    vision = ItemLengths(np.array([0, 0, 1, 3, 4, 4]), *(np.array([5, 2, 3, 10]) for _ in range(4)))
+    audio = ItemLengths(np.array([0, 2, 2, 2, 2, 2]), *(np.array([1, 1]) for _ in range(4)))
+    lengths = SampleLengths(np.array([10, 10, 10, 10, 0]), np.zeros(5, np.int64), {"vision": vision, "audio": audio})
+    of_vision, of_audio, of_text = composition_shares(lengths)
+    assert [of_vision.unit, of_audio.unit, of_text.unit] == ["vision", "audio", "text"]
+    assert (of_vision.mean, of_vision.median, of_vision.without) == (0.5, 0.5, 0.25)
+    assert of_vision.deviation == pytest.approx(np.std([0, 0.5, 0.5, 1]))
+    assert (of_vision.counts[0], of_vision.counts[10], of_vision.counts[-1], sum(of_vision.counts)) == (1, 2, 1, 4)
+    assert of_audio.of_all_tokens == pytest.approx(2 / 40)
+    assert of_text.of_all_tokens == pytest.approx(18 / 40)
+    assert of_text.without == 0.25
+    alike = SampleLengths(np.full(3, 10), np.zeros(3, np.int64), {})
+    assert composition_shares(alike) == []
 
 
 def test_a_score_by_hand() -> None:

@@ -41,6 +41,12 @@ def test_stats_with_a_recipe_count_tokens(run_mmtrain: RunMmtrain, folder: Path,
     assert done.stdout.startswith("LLM tokens: ")
     assert "\nvision tokens in " in done.stdout
     assert "120 samples, none quarantined" in done.stdout
+    assert "Composition of samples: shares of their LLM tokens" in done.stdout
+    as_json = run_mmtrain("data", "stats", folder / "train.json", "--recipe", recipe, "--json")
+    shares = json.loads(as_json.stdout)["composition"]
+    assert [share["unit"] for share in shares] == ["vision", "text"]
+    assert sum(share["of_all_tokens"] for share in shares) == pytest.approx(1)
+    assert all(sum(share["counts"]) == 120 for share in shares)
 
 
 def test_stats_of_a_recipe_show_which_samples_only_several_ranks_can_hold(
@@ -91,6 +97,31 @@ def test_group_compares_the_methods(run_mmtrain: RunMmtrain, folder: Path) -> No
     table = run_mmtrain("data", "group", RECIPE, *overrides)
     assert "4 replicas side by side" in table.stdout
     assert "│ isf *" in table.stdout
+
+
+def test_group_shows_isf_by_rounds_and_thresholds(run_mmtrain: RunMmtrain, folder: Path) -> None:
+    values = [f"data.sources.0.path={folder}/train.json", f"data.tokenizer={folder}/tokenizer.json"]
+    values += ["data.grouping=isf", "data.isf.rounds=3", "data.isf.encoder_budget=items"]
+    overrides = [part for value in values for part in ("--set", value)]
+    done = run_mmtrain("data", "group", RECIPE, *overrides, "--replicas", 2, "--isf", "--json")
+    assert done.returncode == 0, done.stderr
+    output = json.loads(done.stdout)
+    assert [row["rounds"] for row in output["rounds"]] == [0, 1, 2, 3]
+    compared = json.loads(run_mmtrain("data", "group", RECIPE, *overrides, "--replicas", 2, "--json").stdout)
+    [of_recipe] = [row for row in compared["methods"] if row["method"] == "isf"]
+    assert output["rounds"][-1]["score"]["dist_ratio"] == of_recipe["dist_ratio"]
+    assert of_recipe["pad_ratio"] is None
+    assert all(0 < row["score"]["pad_ratio"] < 1 for row in output["rounds"])
+    slacks = [row["slack"] for row in output["thresholds"]]
+    assert slacks == [1 / 64, 1 / 32, 1 / 16, 1 / 32]
+    *exact, one_item = (row["encoder_slack"] for row in output["thresholds"])
+    assert exact == [0, 0, 0]
+    lengths = build_index(load_recipe(RECIPE, values).recipe).lengths
+    num_items = len(lengths.items["vision"].tokens)
+    assert one_item == pytest.approx(1 / (368 * num_items // lengths.tokens.sum())), "one of the budget's items"
+    table = run_mmtrain("data", "group", RECIPE, *overrides, "--isf").stdout
+    assert "ISF with 4 replicas side by side, after each round" in table
+    assert "│ 3.12% │" in " ".join(table.split())
 
 
 def test_a_missing_source_is_one_message(run_mmtrain: RunMmtrain) -> None:

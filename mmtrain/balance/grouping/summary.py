@@ -6,13 +6,15 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from mmtrain.balance.batch_meta import FloatArray, IntArray
+from mmtrain.balance.batch_meta import FloatArray, IntArray, ItemLengths, SampleLengths
 from mmtrain.balance.columns import Lengths, row_blocks
 from mmtrain.balance.grouping.imbalance import ImbalanceBound, dist_ratio, imbalance_bound, max_over_mean, pad_ratio
 from mmtrain.balance.grouping.methods import GroupingMethod
 from mmtrain.balance.grouping.pack_groups import SampleGroups
 
 NUM_HISTOGRAM_BINS = 16
+NUM_SHARE_BINS = 20  # of 5% each
+MIN_DEVIATION = 1e-9  # of shares; equal ones have less, by rounding
 SKEWED_MAX_OVER_MEDIAN = 20.0  # above it the bins of a histogram grow geometrically
 
 
@@ -62,6 +64,21 @@ class LongSamples:
 
 
 @dataclass(frozen=True)
+class CompositionShare:
+    """Which share of a sample's LLM tokens is of one unit's items, or text, over the samples (OrchMLLM, figure 3)."""
+
+    unit: str  # an encoder, the generator, or `text`
+    of_all_tokens: float  # share of the tokens of all samples together
+    mean: float  # of the samples' shares, like all below
+    deviation: float
+    p5: float
+    median: float
+    p95: float
+    without: float  # share of the samples that have none of it
+    counts: tuple[int, ...]  # samples by share, in equal bins from 0 to 1
+
+
+@dataclass(frozen=True)
 class SourceSummary:
     """One source, and what training uses of it."""
 
@@ -87,6 +104,16 @@ class GroupingScore:
     seconds: float
 
 
+@dataclass(frozen=True)
+class IsfScore:
+    """How good ISF's grouping of an epoch is, with other rules than the recipe's."""
+
+    rounds: int
+    slack: float  # share of the LLM's budget that a full group may lack
+    encoder_slack: float  # the same of an encoder's budget
+    score: GroupingScore  # its pad ratio is that of mini-batches which are padded instead of packed
+
+
 def summarize_lengths(names: Sequence[str], values: npt.NDArray[np.float64] | IntArray) -> LengthSummary:
     """Summarize values (samples, measures); a sample whose value is 0 has nothing of that measure."""
     spreads = tuple(_distribution(name, column[column > 0]) for name, column in zip(names, values.T, strict=True))
@@ -99,6 +126,46 @@ def summarize_lengths(names: Sequence[str], values: npt.NDArray[np.float64] | In
 
     measures = range(len(names))
     return LengthSummary(len(values), spreads, tuple(tuple(correlation(i, j) for j in measures) for i in measures))
+
+
+def composition_shares(lengths: SampleLengths) -> list[CompositionShare]:
+    """Return for each unit with items, then for text, how its share of the LLM tokens varies over the samples.
+
+    Samples without tokens are left out. Features of several encoders of one modality count as each encoder's own. Empty
+    where all samples are composed alike.
+    """
+    tokens = {unit: _features_of_samples(items) for unit, items in lengths.items.items()}
+    of_samples: IntArray = np.asarray(lengths.tokens, dtype=np.int64)
+    tokens["text"] = of_samples - sum(tokens.values())
+    used = of_samples > 0
+    total = of_samples[used]
+    shares = [_composition_share(unit, of_unit[used], total) for unit, of_unit in tokens.items()] if len(total) else []
+    return shares if any(share.deviation > MIN_DEVIATION for share in shares) else []
+
+
+def _features_of_samples(items: ItemLengths) -> IntArray:
+    """Return (S,) the LLM tokens that the items of each sample become."""
+    before = np.concatenate([[0], np.cumsum(np.asarray(items.features))])
+    features: IntArray = np.diff(before[np.asarray(items.first)])
+    return features
+
+
+def _composition_share(unit: str, tokens: IntArray, total: IntArray) -> CompositionShare:
+    """Summarize the shares of samples with `tokens` (S,) of a unit among `total` (S,)."""
+    shares = tokens / total
+    p5, median, p95 = np.quantile(shares, [0.05, 0.5, 0.95]).tolist()
+    counts, _ = np.histogram(shares, NUM_SHARE_BINS, (0.0, 1.0))
+    return CompositionShare(
+        unit=unit,
+        of_all_tokens=float(tokens.sum() / total.sum()),
+        mean=float(shares.mean()),
+        deviation=float(shares.std()),
+        p5=p5,
+        median=median,
+        p95=p95,
+        without=float((tokens == 0).mean()),
+        counts=tuple(counts.tolist()),
+    )
 
 
 def score_grouping(
