@@ -19,6 +19,20 @@ def plan(
         str | None,
         typer.Option(metavar="N,N,...", help="Plan for several numbers of GPUs and compare, for example 64,128,256."),
     ] = None,
+    within_days: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0, metavar="DAYS", help="With --gpus: choose the cheapest number that runs all steps in this time."
+        ),
+    ] = None,
+    within_money: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            metavar="MONEY",
+            help="With --gpus: choose the fastest number that costs no more, at cluster.price_per_gpu_hour.",
+        ),
+    ] = None,
     placement: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="Search one only: unified, disaggregated, colocated or replicated."),
@@ -72,6 +86,8 @@ def plan(
             overrides=tuple(overrides),
             cluster=cluster,
             gpus=gpus,
+            within_days=within_days,
+            within_money=within_money,
             placement=placement,
             measure=measure,
             cuts=cuts,

@@ -24,8 +24,9 @@ from mmtrain.planning.advise.baselines import BASELINES
 from mmtrain.planning.space.problem import PlanRequest
 from mmtrain.recipe import Recipe, WrittenRecipe, is_runnable, load_recipe, read_recipe
 from mmtrain.report import plan_table
+from mmtrain.report.plain_text import render_text
 from mmtrain.report.run_cost import states_costs
-from mmtrain.report.scaling import scaling_json, scaling_table
+from mmtrain.report.scaling import LimitedRun, choice_text, scaling_json, scaling_rows, scaling_table
 
 BAR_DELAY_S = 1.0  # a shorter search shows no bar
 LINE_DELAY_S = 10.0  # where stderr is no terminal, a shorter search prints no line
@@ -83,6 +84,8 @@ class PlanOptions:
     overrides: tuple[str, ...]
     cluster: str | None
     gpus: str | None
+    within_days: float | None
+    within_money: float | None
     placement: str | None
     measure: bool
     cuts: int
@@ -100,6 +103,9 @@ class PlanOptions:
             raise UserError(
                 "--gpus compares clusters: leave out --out, --measure and --compare, which need a single plan"
             )
+        for name, limit in (("--within-days", self.within_days), ("--within-money", self.within_money)):
+            if limit is not None and self.gpus is None:
+                raise UserError(f"{name} chooses among numbers of GPUs: name them too, like --gpus 32,64,128")
         if self.baseline is None:
             return
         if self.baseline not in BASELINES:
@@ -134,10 +140,11 @@ def run_plan(options: PlanOptions) -> None:
         compared = _compared_recipe(run, settings_changed, settings)
         if run.out is not None:
             require_writable("--out", run.out, "plan")
+        limited_run = _limited_run(run, settings)
         require_costs(settings)
         lengths = index_recipe(settings).lengths
         if gpu_counts is not None:
-            typer.echo(_compare_gpu_counts(run, settings, lengths, gpu_counts))
+            _compare_gpu_counts(run, settings, lengths, gpu_counts, limited_run)
             continue
         with_hints = not run.as_json and not run.measure
         with planning_bar() as progress:
@@ -193,11 +200,37 @@ def _request(options: PlanOptions, settings: Recipe, progress: PlanningBar) -> P
     )
 
 
-def _compare_gpu_counts(options: PlanOptions, settings: Recipe, lengths: SampleLengths, gpu_counts: list[int]) -> str:
-    """Plan for each number of GPUs; return the comparison as a table or as JSON."""
+def _limited_run(options: PlanOptions, settings: Recipe) -> LimitedRun | None:
+    """Return what limits the run on one of several numbers of GPUs; None if neither limits nor costs are stated.
+
+    Raises UserError for a limit on money without a price.
+    """
+    run = LimitedRun(settings.train.steps, settings.cluster, options.within_days, options.within_money)
+    if run.max_money is not None and settings.cluster.price_per_gpu_hour is None:
+        raise UserError(
+            "--within-money needs the price of a GPU-hour: state it in the recipe, or with "
+            "--set cluster.price_per_gpu_hour=2.5"
+        )
+    return run if run.is_limited or states_costs(settings.cluster) else None
+
+
+def _compare_gpu_counts(
+    options: PlanOptions, settings: Recipe, lengths: SampleLengths, gpu_counts: list[int], run: LimitedRun | None
+) -> None:
+    """Plan for each number of GPUs; print the comparison as a table or as JSON, and which number meets the limits.
+
+    Raises PlanError, after the comparison, if none does.
+    """
     with planning_bar() as progress:
         points = plan_for_each_count(settings, lengths, gpu_counts, _request(options, settings, progress))
-    return json.dumps(list(scaling_json(points)), indent=2) if options.as_json else scaling_table(points, text_width())
+    if options.as_json:
+        typer.echo(json.dumps(list(scaling_json(points, run)), indent=2))
+    else:
+        typer.echo(scaling_table(points, text_width(), run))
+    if run is not None and run.is_limited:
+        sentences = choice_text(scaling_rows(points), run)
+        if not options.as_json:
+            typer.echo(render_text(sentences, width=text_width()), nl=False)
 
 
 def _plan_text(planned: PlannedRun, options: PlanOptions, settings: Recipe) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 from mmtrain.recipe.settings.parallel_settings import ClusterSettings
 
 SECONDS_PER_HOUR = 3600
+HOURS_PER_DAY = 24
 WATTS_PER_KILOWATT = 1000
 
 
@@ -50,14 +51,19 @@ class RunCost:
         rank_s = sum(num * step_s for num, step_s in zip(ranks, seconds, strict=True))
         return cls.of_seconds(cluster, len(seconds), sum(seconds), max(ranks, default=num_ranks), rank_s)
 
+    @property
+    def days(self) -> float:
+        """The hours in days."""
+        return self.hours / HOURS_PER_DAY
+
     def to_text(self) -> str:
         """Write `1,000 steps: 2.5 h on 64 ranks, 160 GPU-hours, 112 kWh, 400 at 2.5 a GPU-hour`."""
         ranks = f"{self.num_ranks:,} rank{'s' * (self.num_ranks != 1)}"
-        parts = [f"{_number(self.hours)} h on {ranks}", f"{_number(self.gpu_hours)} GPU-hours"]
+        parts = [f"{number_text(self.hours)} h on {ranks}", f"{number_text(self.gpu_hours)} GPU-hours"]
         if self.kilowatt_hours is not None:
-            parts.append(f"{_number(self.kilowatt_hours)} kWh")
+            parts.append(f"{number_text(self.kilowatt_hours)} kWh")
         if self.money is not None:
-            parts.append(f"{_number(self.money)} at {self.price_per_gpu_hour:g} a GPU-hour")
+            parts.append(f"{number_text(self.money)} at {self.price_per_gpu_hour:g} a GPU-hour")
         return f"{self.num_steps:,} step{'s' * (self.num_steps != 1)}: {', '.join(parts)}"
 
 
@@ -66,5 +72,6 @@ def states_costs(cluster: ClusterSettings) -> bool:
     return cluster.price_per_gpu_hour is not None or cluster.watts_per_gpu is not None
 
 
-def _number(value: float) -> str:
+def number_text(value: float) -> str:
+    """Write a cost with three digits at least: `2.53`, `160`, `9,520`."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

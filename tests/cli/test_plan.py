@@ -158,6 +158,18 @@ def test_a_sweep_names_the_largest_worthwhile_cluster(plan: RunMmtrain) -> None:
     assert rows[1]["plan"]["world_size"] == 4
 
 
+def test_a_sweep_chooses_within_limits(plan: RunMmtrain) -> None:
+    limits = ("--within-days", "100", "--within-money", "1000", "--set", "cluster.price_per_gpu_hour=0.1")
+    shown = plan("--gpus", "2", *limits)
+    assert shown.returncode == 0, shown.stderr
+    assert "Chosen: 2 GPUs take " in shown.stdout
+    assert max(map(len, shown.stdout.splitlines())) <= 120
+    shown = plan("--gpus", "2", "--within-days", "0", "--json")
+    assert shown.returncode == 2
+    assert json.loads(shown.stdout)[0]["chosen"] is False
+    assert "none of 2 GPUs runs " in shown.stderr
+
+
 def test_a_sweep_in_which_nothing_fits_is_an_error(whatif: RunMmtrain) -> None:
     done = whatif("--gpus", "1,2", "--set", "cluster.memory_gib=1", "--placement", "unified")
     assert done.returncode == 2
@@ -201,6 +213,8 @@ def test_measure_runs_the_best_plans_and_takes_the_fastest(plan: RunMmtrain) -> 
         (["--cluster", "h100:nodes=0"], "cluster.ranks: found 0, allowed: a whole number of at least 1"),
         (["--gpus", "8,0"], "--gpus 8,0: allowed: numbers of at least 1"),
         (["--gpus", "8", "--out", "plan.json"], "--gpus compares clusters: leave out --out, --measure and --compare"),
+        (["--within-days", "7"], "--within-days chooses among numbers of GPUs: name them too, like --gpus 32,64,128"),
+        (["--gpus", "8", "--within-money", "7"], "--within-money needs the price of a GPU-hour"),
         (["--placement", "unfied"], "did you mean unified?"),
         (["--measure"], "plan --measure cannot run this recipe"),
     ],
