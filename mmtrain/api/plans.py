@@ -6,19 +6,22 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
-from mmtrain.api.local_cluster import resolve_cluster
+from mmtrain.api.local_cluster import require_costs, resolve_cluster
+from mmtrain.api.recipe_index import index_recipe
 from mmtrain.balance import SampleLengths
 from mmtrain.errors import PlanError, RecipeError
-from mmtrain.planning import Plan
+from mmtrain.planning import Plan, load_plan
 from mmtrain.planning.advise.why_slower import with_compared, with_misfit
 from mmtrain.planning.formulate import formulate_problem
 from mmtrain.planning.planner import plan
 from mmtrain.planning.space.problem import Allocation, AllocationWatch, PlanningProblem, PlanRequest
 from mmtrain.planning.whatif import describe_faster_nearby, with_text_only
-from mmtrain.recipe import Recipe, recipe_fingerprint
+from mmtrain.recipe import Recipe, load_recipe, recipe_fingerprint
 from mmtrain.report.run_cost import RunCost
 from mmtrain.report.scaling import ScalingPoint
+from mmtrain.runtime.run_folder import PLAN_FILE
 
 # Planning makes millions of objects and hardly a reference cycle, so frequent collections only cost time.
 GC_THRESHOLD_OBJECTS = 1_000_000
@@ -85,6 +88,24 @@ def make_plan(
     run_s = num_steps * chosen.predicted.step_time_s
     cost = RunCost.of_seconds(recipe.cluster, num_steps, run_s, chosen.world_size)
     return PlannedRun(chosen, cost, tuple(hints), allocations[-1] if allocations else None)
+
+
+def read_or_make_plan(path: Path, settings_changed: Sequence[str], request: PlanRequest) -> Plan:
+    """Return the plan of a plan file or of a run's folder; of a recipe, make it with `settings_changed`.
+
+    Raises:
+        MmtrainError: nothing can be read there, or the recipe has no plan.
+    """
+    if is_saved_plan(path):
+        return load_plan(path / PLAN_FILE if path.is_dir() else path)
+    recipe = load_recipe(path, settings_changed).recipe
+    require_costs(recipe)
+    return make_plan(recipe, index_recipe(recipe).lengths, request).plan
+
+
+def is_saved_plan(path: Path) -> bool:
+    """Return whether `path` is a plan file or the folder of a run; if not, it is a recipe."""
+    return path.is_dir() or path.suffix == ".json"
 
 
 def plan_for_started_ranks(

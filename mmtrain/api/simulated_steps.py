@@ -71,7 +71,6 @@ def index_and_plan(recipe: "Recipe", plan_path: Path | None) -> "tuple[DataIndex
     from mmtrain.api.plans import make_plan
     from mmtrain.api.recipe_index import index_recipe
     from mmtrain.planning.artifact.plan_files import load_plan, require_match
-    from mmtrain.recipe import recipe_fingerprint
 
     if plan_path is None:
         require_costs(recipe)
@@ -80,7 +79,7 @@ def index_and_plan(recipe: "Recipe", plan_path: Path | None) -> "tuple[DataIndex
         plan = make_plan(recipe, index.lengths).plan
     else:
         plan = load_plan(plan_path)
-        require_match(plan, recipe_fingerprint(recipe), plan.world_size, plan.hardware)
+        require_match(plan, recipe, plan.world_size, plan.hardware)
     return index, plan
 
 

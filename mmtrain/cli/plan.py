@@ -59,6 +59,14 @@ def plan(
             "Megatron-LM.",
         ),
     ] = None,
+    diff: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PLAN",
+            help="Show only what differs between two plans, PLAN and RECIPE. Both may be a recipe, a plan file (.json) "
+            "or the folder of a run.",
+        ),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Save the plan as JSON for `train --plan FILE`.")
     ] = None,
@@ -93,6 +101,7 @@ def plan(
             cuts=cuts,
             baseline=baseline,
             compare=compare,
+            diff=diff,
             out=out,
             top=top,
             explain=explain,

@@ -13,7 +13,7 @@ from typing import Any
 import typer
 
 from mmtrain.api.local_cluster import plan_timer, require_costs
-from mmtrain.api.plans import PlannedRun, make_plan, plan_for_each_count
+from mmtrain.api.plans import PlannedRun, is_saved_plan, make_plan, plan_for_each_count, read_or_make_plan
 from mmtrain.api.recipe_index import index_recipe
 from mmtrain.api.stage_runs import require_one_stage
 from mmtrain.balance import SampleLengths
@@ -25,6 +25,7 @@ from mmtrain.planning.space.problem import PlanRequest
 from mmtrain.recipe import Recipe, WrittenRecipe, is_runnable, load_recipe, read_recipe
 from mmtrain.report import plan_table
 from mmtrain.report.plain_text import render_text
+from mmtrain.report.plan_difference_table import difference_json, difference_table
 from mmtrain.report.run_cost import states_costs
 from mmtrain.report.scaling import LimitedRun, choice_text, scaling_json, scaling_rows, scaling_table
 
@@ -91,6 +92,7 @@ class PlanOptions:
     cuts: int
     baseline: str | None
     compare: str | None
+    diff: Path | None
     out: Path | None
     top: int
     explain: bool
@@ -98,6 +100,8 @@ class PlanOptions:
 
     def check(self) -> None:
         """Raise UserError for options that exclude each other, and for a baseline that does not exist."""
+        if self.diff is not None:
+            self._check_diff(self.diff)
         needs_single_plan = self.out is not None or self.measure or self.compare is not None
         if self.gpus is not None and needs_single_plan:
             raise UserError(
@@ -113,6 +117,26 @@ class PlanOptions:
         if self.measure:
             raise UserError(
                 "--baseline returns one plan, so --measure has nothing to choose from; leave one of them out"
+            )
+
+    def _check_diff(self, diff: Path) -> None:
+        of_one_plan = {
+            "--gpus": self.gpus,
+            "--measure": self.measure or None,
+            "--baseline": self.baseline,
+            "--compare": self.compare,
+            "--out": self.out,
+            "--explain": self.explain or None,
+        }
+        given = [name for name, value in of_one_plan.items() if value is not None]
+        if given:
+            raise UserError(
+                f"--diff compares two plans: leave out {', '.join(given)}; save plans with --out, and compare the files"
+            )
+        if self.settings_changed and is_saved_plan(diff) and is_saved_plan(self.recipe):
+            raise UserError(
+                "--diff: --set, --cluster and --placement change a recipe, and both plans are made already; leave them "
+                f"out, or name a recipe instead of {self.recipe}"
             )
 
     @property
@@ -133,6 +157,10 @@ def run_plan(options: PlanOptions) -> None:
 
     What is wrong with options or recipe is said before anything slow starts.
     """
+    if options.diff is not None:
+        options.check()
+        typer.echo(_difference_text(options, options.diff))
+        return
     for run in _runs(options):
         run.check()
         gpu_counts, settings_changed = run.gpu_counts, run.settings_changed
@@ -156,6 +184,20 @@ def run_plan(options: PlanOptions) -> None:
                 planned.plan.save(run.out)
             if not run.as_json:
                 typer.echo(_next_commands(settings, run.recipe, settings_changed, run.out))
+
+
+def _difference_text(options: PlanOptions, diff: Path) -> str:
+    """Read or make both plans, and write what differs between them."""
+    plans = []
+    for path in (diff, options.recipe):
+        with planning_bar() as progress:
+            request = PlanRequest(num_alternatives=options.top, progress=progress, announce=progress.announce)
+            plans.append(read_or_make_plan(path, options.settings_changed, request))
+    first, second = plans
+    names = (str(diff), str(options.recipe))
+    if options.as_json:
+        return json.dumps(difference_json(first, second, names), indent=2)
+    return difference_table(first, second, names, text_width()).rstrip("\n")
 
 
 def _runs(options: PlanOptions) -> Iterator[PlanOptions]:

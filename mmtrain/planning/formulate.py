@@ -16,6 +16,7 @@ from mmtrain.planning.space.budget import DEFAULT_BUDGET, MeshBudget, SearchBudg
 from mmtrain.planning.space.constraints import UnitChoices, encoder_microbatches, unit_choices
 from mmtrain.planning.space.problem import Cluster, Constraints, PlanningProblem, PlanRequest
 from mmtrain.planning.space.sample_batches import sample_batches
+from mmtrain.recipe.loading.recipe_loader import plan_settings
 from mmtrain.recipe.settings.schema import Recipe
 
 
@@ -62,6 +63,7 @@ def formulate_problem(
     return PlanningProblem(
         recipe=recipe,
         recipe_sha256=recipe_sha256,
+        settings=plan_settings(recipe),
         shape=shape,
         costs=costs_for(machine, precision, recipe.cluster.costs),
         precision=precision,

@@ -2,6 +2,8 @@
 
 import json
 import shlex
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -174,6 +176,42 @@ def test_a_sweep_in_which_nothing_fits_is_an_error(whatif: RunMmtrain) -> None:
     done = whatif("--gpus", "1,2", "--set", "cluster.memory_gib=1", "--placement", "unified")
     assert done.returncode == 2
     assert "--gpus: no plan exists for any of these numbers; for 2: no plan fits 2 ranks" in done.stderr
+
+
+def test_two_plans_are_compared(run_mmtrain: RunMmtrain, plan: RunMmtrain, data: Path, tmp_path: Path) -> None:
+    """Compare a file with the folder of a run that has it, in a process of its own; then with a recipe."""
+    saved = tmp_path / PLAN_FILE
+    assert plan("--out", saved).returncode == 0
+    command = [sys.executable, "-m", "mmtrain", "plan", "--diff", str(saved), str(tmp_path)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("Both plans are the same")
+    done = plan("--diff", saved, "--set", "train.global_batch=8", "--json")
+    assert done.returncode == 0, done.stderr
+    compared = json.loads(done.stdout)
+    assert (compared["first"], compared["second"]) == (str(saved), str(RECIPE))
+    settings = [entry for entry in compared["differences"] if entry["part"] == "setting"]
+    assert [(entry["what"], entry["first"], entry["second"]) for entry in settings] == [("train.global_batch", 4, 8)]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--diff", "a.json", "--gpus", "1,2", "--out", "x"], "--diff compares two plans: leave out --gpus, --out;"),
+        (["--diff", "a.json"], "a.json: cannot read the plan"),
+        (["--diff", "nowhere.yaml"], "nowhere.yaml"),
+    ],
+)
+def test_plans_that_cannot_be_compared_give_one_message(plan: RunMmtrain, args: list[str], message: str) -> None:
+    done = plan(*args)
+    assert done.returncode == 2
+    assert message in done.stderr
+
+
+def test_settings_change_no_plan_file(run_mmtrain: RunMmtrain) -> None:
+    done = run_mmtrain("plan", "--diff", "a.json", "b.json", "--set", "train.global_batch=8")
+    assert done.returncode == 2
+    assert "both plans are made already" in done.stderr
 
 
 def test_the_table_fits_the_terminal(plan: RunMmtrain) -> None:

@@ -9,13 +9,15 @@ import pytest
 from mmtrain.errors import PlanError
 from mmtrain.planning import Plan, load_plan, require_match
 from mmtrain.planning.artifact.plan_files import ranks_to_start
+from mmtrain.recipe import recipe_fingerprint
 from tests.planning.factory import lengths, recipe
 from tests.plans import plan_recipe
 
 
 @pytest.fixture(scope="module")
 def chosen() -> Plan:
-    return plan_recipe(recipe(), lengths(), world_size=3, hardware="cpu-core", recipe_sha256="a" * 64)
+    fingerprint = recipe_fingerprint(recipe())
+    return plan_recipe(recipe(), lengths(), world_size=3, hardware="cpu-core", recipe_sha256=fingerprint)
 
 
 def test_a_saved_plan_is_the_same_plan(chosen: Plan, tmp_path: Path) -> None:
@@ -68,12 +70,24 @@ def test_microbatches_that_do_not_match_the_units_are_rejected(
 
 
 def test_a_plan_for_something_else_is_rejected_with_all_differences(chosen: Plan) -> None:
-    require_match(chosen, "a" * 64, 3, "cpu-core")
-    with pytest.raises(PlanError, match=r"(?s)the recipe:.*number of ranks: plan 3, now 2.*hardware: plan `cpu-core`"):
-        require_match(chosen, "b" * 64, 2, "h100-80g")
+    require_match(chosen, recipe(), 3, "cpu-core")
+    differs = (
+        r"train.global_batch \(plan 8, now 16\) changed.*number of ranks: plan 3, now 2.*hardware: plan `cpu-core`"
+    )
+    with pytest.raises(PlanError, match=f"(?s)the recipe: {differs}"):
+        require_match(chosen, recipe(global_batch=16), 2, "h100-80g")
     with pytest.raises(PlanError) as caught:
-        require_match(chosen, "a" * 64, 2, "cpu-core")
+        require_match(chosen, recipe(), 2, "cpu-core")
     assert "recipe" not in str(caught.value)
+
+
+def test_only_the_first_of_many_settings_are_named(chosen: Plan) -> None:
+    other = recipe(llm={"layers": 7, "hidden": 96, "heads": 6, "kv_heads": 3, "ffn": 100}, global_batch=16, seq_len=512)
+    with pytest.raises(PlanError, match=r"model.llm.layers \(plan 4, now 7\).* and 2 more settings changed"):
+        require_match(chosen, other, 3, "cpu-core")
+    unrecorded = chosen.model_copy(update={"settings": {}})
+    with pytest.raises(PlanError, match="the recipe: model, data lengths, constraints or batch changed"):
+        require_match(unrecorded, other, 3, "cpu-core")
 
 
 @pytest.mark.parametrize(
@@ -95,4 +109,4 @@ def test_a_plan_that_may_use_fewer_ranks_runs_on_its_own_number(
 
 def test_the_error_names_the_ranks_that_a_plan_needs(chosen: Plan) -> None:
     with pytest.raises(PlanError, match="the number of ranks: plan 3, now 8; start 3"):
-        require_match(chosen, "a" * 64, 8, "cpu-core")
+        require_match(chosen, recipe(), 8, "cpu-core")

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmtrain.recipe import Recipe, dump_recipe, load_recipe, recipe_fingerprint
+from mmtrain.recipe.loading.recipe_loader import plan_settings
 
 names = st.text(st.characters(codec="utf-8", exclude_characters="/\0"), min_size=1, max_size=6)
 paths = names.filter(lambda n: n not in (".", "..")).map(lambda n: f"/data/{n}")
@@ -104,6 +105,7 @@ def test_the_fingerprint_covers_what_a_plan_depends_on(base: Path, override: str
     before, after = load_recipe(base, env={}).recipe, load_recipe(base, [override], {}).recipe
     assert before != after
     assert (recipe_fingerprint(before) != recipe_fingerprint(after)) == moves
+    assert (plan_settings(before) != plan_settings(after)) == moves
 
 
 def test_the_fingerprint_ignores_the_folders_of_files(base: Path, tmp_path: Path) -> None:
@@ -113,6 +115,7 @@ def test_the_fingerprint_ignores_the_folders_of_files(base: Path, tmp_path: Path
     original, copied = load_recipe(base, env={}).recipe, load_recipe(copy, env={}).recipe
     assert original.data.sources[0].path != copied.data.sources[0].path
     assert recipe_fingerprint(original) == recipe_fingerprint(copied)
+    assert plan_settings(original) == plan_settings(copied)
 
 
 def test_the_fingerprint_is_stable(base: Path) -> None:

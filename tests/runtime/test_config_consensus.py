@@ -2,7 +2,8 @@ import pytest
 import torch
 
 from mmtrain.errors import LaunchError
-from mmtrain.runtime.resilience.config_consensus import flatten, require_consensus
+from mmtrain.recipe.settings.base import flatten
+from mmtrain.runtime.resilience.config_consensus import require_consensus
 from mmtrain.runtime.world import World
 
 

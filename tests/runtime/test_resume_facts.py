@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from mmtrain.data.index.data_index import DataIndex
 from mmtrain.recipe import Recipe
-from mmtrain.runtime.resilience.config_consensus import flatten
+from mmtrain.recipe.settings.base import flatten
 from mmtrain.runtime.training.start_run import describe_changed_facts, resume_facts
 from tests.recipe.test_settings import ENCODER, RECIPE
 

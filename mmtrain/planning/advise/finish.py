@@ -58,6 +58,7 @@ def finish_plan(
     problem = evaluator.problem
     return Plan(
         recipe_sha256=problem.recipe_sha256,
+        settings=dict(problem.settings),
         hardware=problem.hardware.name,
         world_size=chosen.graph.world_size,
         precision=problem.precision,

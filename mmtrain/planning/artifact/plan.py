@@ -300,6 +300,8 @@ class Plan(_Frozen):
 
     version: int = PLAN_VERSION
     recipe_sha256: str
+    # By dotted path, what the fingerprint covers; of files the names. Empty in plans that no search has made.
+    settings: dict[str, Any] = Field({})
     hardware: str
     precision: Precision  # of weights and activations
     world_size: int

@@ -10,9 +10,11 @@ from mmtrain.errors import PlanError
 from mmtrain.planning.artifact.plan import PLAN_VERSION, Plan
 from mmtrain.program.ir.graph import LLM
 from mmtrain.recipe.checks.context_checks import check_context_parallelism
+from mmtrain.recipe.loading.recipe_loader import plan_settings, recipe_fingerprint
 from mmtrain.recipe.settings.parallel_settings import LlmParallel
 from mmtrain.recipe.settings.schema import Recipe
 
+MAX_SHOWN_SETTINGS = 5  # in a message
 REPLAN_HINT = "make a new one with `mmtrain plan`"
 
 
@@ -49,16 +51,18 @@ def ranks_to_start(plan: Plan, recipe: Recipe, available: int) -> int:
     return plan.world_size if recipe.cluster.ranks is None or may_use_fewer else available
 
 
-def require_match(plan: Plan, recipe_sha256: str, world_size: int, hardware: str) -> None:
+def require_match(plan: Plan, recipe: Recipe, world_size: int, hardware: str) -> None:
     """Reject a plan that was made for something else.
 
     Raises:
         PlanError: with everything that differs.
     """
     differs = []
+    recipe_sha256 = recipe_fingerprint(recipe)
     if plan.recipe_sha256 != recipe_sha256:
+        changed = _changed_settings(plan, recipe) or "model, data lengths, constraints or batch"
         differs.append(
-            "the recipe: model, data lengths, constraints or batch changed since it was planned "
+            f"the recipe: {changed} changed since it was planned "
             f"(plan {plan.recipe_sha256[:12]}, now {recipe_sha256[:12]})"
         )
     if plan.world_size != world_size:
@@ -71,6 +75,17 @@ def require_match(plan: Plan, recipe_sha256: str, world_size: int, hardware: str
     if differs:
         listed = "\n  ".join(differs)
         raise PlanError(f"the plan does not match this run:\n  {listed}\nUse its own, or {REPLAN_HINT}.")
+
+
+def _changed_settings(plan: Plan, recipe: Recipe) -> str:
+    """Write `train.global_batch (plan 8, now 16)`, the first few; empty for a plan that does not record settings."""
+    if not plan.settings:
+        return ""
+    now = plan_settings(recipe)
+    keys = [key for key in dict.fromkeys((*plan.settings, *now)) if plan.settings.get(key) != now.get(key)]
+    shown = [f"{key} (plan {plan.settings.get(key)}, now {now.get(key)})" for key in keys[:MAX_SHOWN_SETTINGS]]
+    more = len(keys) - len(shown)
+    return ", ".join(shown) + (f" and {more} more settings" if more else "")
 
 
 def require_shareable(plan: Plan, recipe: Recipe) -> None:

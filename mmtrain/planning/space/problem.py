@@ -6,6 +6,7 @@ A search reports how far it is, and how it allocated ranks to units.
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from mmtrain.costs import CostModel, Hardware, Precision, StateBytes, state_bytes
 from mmtrain.models.shapes.model_shape import ModelShape
@@ -115,6 +116,7 @@ class PlanningProblem:
 
     recipe: Recipe
     recipe_sha256: str
+    settings: Mapping[str, Any]  # by dotted path, those of the recipe that plans depend on
     shape: ModelShape
     costs: CostModel
     precision: Precision

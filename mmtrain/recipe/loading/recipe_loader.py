@@ -32,7 +32,7 @@ from mmtrain.recipe.raw_tree import (
     set_node,
     to_node,
 )
-from mmtrain.recipe.settings.base import select_for_saving
+from mmtrain.recipe.settings.base import flatten, select_for_saving
 from mmtrain.recipe.settings.modalities import MODALITIES
 from mmtrain.recipe.settings.presets import GENERATOR_PRESETS, LLM_PRESETS, ModelPreset
 from mmtrain.recipe.settings.schema import Recipe
@@ -370,6 +370,12 @@ def recipe_fingerprint(recipe: Recipe) -> str:
     settings = select_for_saving(recipe, "plan", mode="python")
     canonical = json.dumps(settings, sort_keys=True, separators=(",", ":"), ensure_ascii=False, default=_file_name)
     return hashlib.sha256(canonical.encode("utf-8")).hexdigest()
+
+
+def plan_settings(recipe: Recipe) -> dict[str, object]:
+    """Return all settings that plans depend on, by dotted path: those of the fingerprint, of files the names."""
+    settings = flatten(select_for_saving(recipe, "plan", mode="python"))
+    return {key: _file_name(value) if isinstance(value, Path) else value for key, value in settings.items()}
 
 
 def _file_name(path: Path) -> str:

@@ -1,6 +1,6 @@
 """What every part of a recipe is made of: sections, and settings that declare what they affect."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Annotated, Any, Literal, Self, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -179,3 +179,17 @@ def _has_effect(kind: type[Section], effect: Effect) -> bool:
         if (effects is None or effect in effects) and any(_has_effect(inner, effect) for inner in kinds):
             return True
     return False
+
+
+def flatten(value: object, path: str = "") -> dict[str, object]:
+    """Turn nested mappings and sequences into one mapping from dotted path to plain value."""
+    if isinstance(value, Mapping):
+        parts = [(str(key), part) for key, part in value.items()]
+    elif isinstance(value, list | tuple):
+        parts = [(str(i), part) for i, part in enumerate(value)]
+    else:
+        return {path: value}
+    flat: dict[str, object] = {}
+    for key, part in parts:
+        flat.update(flatten(part, f"{path}.{key}" if path else key))
+    return flat

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import cast
 
 from mmtrain.errors import LaunchError
+from mmtrain.recipe.settings.base import flatten
 from mmtrain.runtime.world import World
 
 MAX_SHOWN_DIFFERENCES = 5  # in a message
@@ -32,17 +33,3 @@ def require_consensus(world: World, facts: Mapping[str, object]) -> None:
                 f"ranks were started with different settings. {'; '.join(shown)}{more}. "
                 "Start all ranks with the same recipe, plan and data"
             )
-
-
-def flatten(value: object, path: str = "") -> dict[str, object]:
-    """Turn nested mappings and sequences into one mapping from dotted path to plain value."""
-    if isinstance(value, Mapping):
-        parts = [(str(key), part) for key, part in value.items()]
-    elif isinstance(value, list | tuple):
-        parts = [(str(i), part) for i, part in enumerate(value)]
-    else:
-        return {path: value}
-    flat: dict[str, object] = {}
-    for key, part in parts:
-        flat.update(flatten(part, f"{path}.{key}" if path else key))
-    return flat

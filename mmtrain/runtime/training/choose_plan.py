@@ -74,7 +74,7 @@ def _choose(request: TrainRequest, num_ranks: int, index: DataIndex, device: Dev
     """Choose the plan on rank 0; `device`: the memory that plans of an elastic run must fit into."""
     run_dir, fingerprint = request.run_dir, recipe_fingerprint(request.recipe)
     before = load_plan_of_run(run_dir / PLAN_FILE, _notify) if request.resume else None
-    plan = _plan_of_user(request, num_ranks, fingerprint)
+    plan = _plan_of_user(request, num_ranks)
     if request.resume:
         plan = _if_it_fits(request, plan, device)
     if plan is None and before is not None and is_made_for(before, fingerprint, num_ranks, request.hardware):
@@ -115,7 +115,7 @@ def _if_it_fits(request: TrainRequest, plan: Plan | None, device: DeviceMemory |
     return plan
 
 
-def _plan_of_user(request: TrainRequest, num_ranks: int, fingerprint: str) -> Plan | None:
+def _plan_of_user(request: TrainRequest, num_ranks: int) -> Plan | None:
     """Load the plan of `--plan`; None if there is none, or if ranks of the run for which it was made are gone."""
     if request.plan_path is None:
         return None
@@ -123,7 +123,7 @@ def _plan_of_user(request: TrainRequest, num_ranks: int, fingerprint: str) -> Pl
     if request.elastic and request.resume and plan.world_size != num_ranks:
         _notify(f"--plan {request.plan_path} is for {plan.world_size} ranks and not for {num_ranks}: not used now")
         return None
-    require_match(plan, fingerprint, num_ranks, request.hardware)
+    require_match(plan, request.recipe, num_ranks, request.hardware)
     return plan
 
 

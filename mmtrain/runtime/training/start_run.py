@@ -27,11 +27,10 @@ from mmtrain.planning.artifact.balancing_targets import derive_step_targets
 from mmtrain.planning.artifact.plan import Plan
 from mmtrain.planning.artifact.plan_change import describe_data_drift
 from mmtrain.recipe import Recipe, dump_recipe
-from mmtrain.recipe.settings.base import POSITION_KEY, select_for_saving
+from mmtrain.recipe.settings.base import POSITION_KEY, flatten, select_for_saving
 from mmtrain.runtime.execution.attention_choice import AttentionChoice
 from mmtrain.runtime.execution.checkpointing import restore_checkpoint
 from mmtrain.runtime.execution.rank_context import RankContext
-from mmtrain.runtime.resilience.config_consensus import flatten
 from mmtrain.runtime.resilience.divergence import CourseMonitor
 from mmtrain.runtime.resilience.failures import clear_failures
 from mmtrain.runtime.resilience.folder_lock import FolderLock
