@@ -19,6 +19,7 @@ from mmtrain.planning.planner import plan
 from mmtrain.planning.space.problem import Allocation, AllocationWatch, PlanningProblem, PlanRequest
 from mmtrain.planning.whatif import describe_faster_nearby, with_text_only
 from mmtrain.recipe import Recipe, load_recipe, recipe_fingerprint
+from mmtrain.recipe.loading.recipe_loader import plan_settings
 from mmtrain.report.run_cost import RunCost
 from mmtrain.report.scaling import ScalingPoint
 from mmtrain.runtime.run_folder import PLAN_FILE
@@ -70,14 +71,16 @@ def make_plan(
     Raises:
         PlanError: constraints contradict each other or the cluster, or nothing fits into memory.
     """
-    request = request or PlanRequest()
+    written, request = recipe, request or PlanRequest()
     allocations: list[Allocation] = []
     if request.explain:
         request = replace(request, allocation_watch=AllocationWatch(time.perf_counter, allocations.append))
     hints: list[str] = []
     with _rare_garbage_collection():
-        chosen = plan(_formulate(recipe, lengths, request, started))
+        recipe = _with_groups(written, lengths, request, started)
+        chosen = plan(_formulate(written, recipe, lengths, request, started))
         if compared is not None:
+            compared = compared.with_groups(recipe.train.num_groups, recipe.data.group_tokens)
             chosen = compare_layout(chosen, compared, partial(_search, lengths=lengths, request=PlanRequest()))
         request.say("planning the LLM alone")
         chosen = with_text_only(chosen, recipe, lengths)
@@ -157,21 +160,35 @@ def compare_layout(chosen: Plan, compared: Recipe, plan_for: Callable[[Recipe], 
 
 def _search(recipe: Recipe, lengths: SampleLengths, request: PlanRequest) -> Plan:
     """Return the fastest plan alone, without what `make_plan` adds to it."""
-    return plan(_formulate(recipe, lengths, request))
+    return plan(_formulate(recipe, _with_groups(recipe, lengths, request), lengths, request))
+
+
+def _with_groups(
+    recipe: Recipe, lengths: SampleLengths, request: PlanRequest, started: StartedRanks | None = None
+) -> Recipe:
+    """Return the recipe with the number and the size of groups, chosen here where it leaves the size to the planner."""
+    if recipe.states_groups:
+        return recipe
+    from mmtrain.data.stream.count_groups import count_groups
+
+    return count_groups(recipe, lengths)
 
 
 def _formulate(
-    recipe: Recipe, lengths: SampleLengths, request: PlanRequest, started: StartedRanks | None = None
+    written: Recipe, recipe: Recipe, lengths: SampleLengths, request: PlanRequest, started: StartedRanks | None = None
 ) -> PlanningProblem:
-    """Return the problem for the started ranks, or for the recipe's cluster."""
-    fingerprint = recipe_fingerprint(recipe)
+    """Return the problem for the started ranks, or for the recipe's cluster.
+
+    written: the recipe without the groups that were chosen for it, whose fingerprint and settings the plan carries.
+    """
+    fingerprint, settings = recipe_fingerprint(written), plan_settings(written)
     if started is None:
         num_ranks, hardware = resolve_cluster(recipe)
     else:
         num_ranks, hardware = started.num_ranks, started.hardware or resolve_cluster(recipe)[1]
         fingerprint = started.recipe_sha256 or fingerprint
         recipe = recipe.model_copy(update={"parallel": recipe.parallel.model_copy(update={"max_gpus": None})})
-    return formulate_problem(
+    problem = formulate_problem(
         recipe,
         lengths,
         world_size=num_ranks,
@@ -179,6 +196,7 @@ def _formulate(
         recipe_sha256=fingerprint,
         request=request,
     )
+    return replace(problem, settings=settings)
 
 
 @contextmanager

@@ -42,6 +42,7 @@ def simulate_steps(
     does not have.
     """
     from mmtrain.errors import UserError
+    from mmtrain.planning.artifact.plan_files import with_planned_groups
     from mmtrain.planning.evaluate.simulate_plan import plan_timing, simulate_plan
     from mmtrain.report.comparison import RunTrace
 
@@ -50,6 +51,7 @@ def simulate_steps(
     index, plan = index_and_plan(recipe, plan_path)
     if trace is not None and trace.plan_sha256 != plan.sha256:
         raise UserError(f"{trace_path}: recorded with another plan than {plan_path}; give the plan of that run")
+    recipe = with_planned_groups(recipe, plan)
     batches = step_batches(recipe, index, plan, numbers)
     timelines = [simulate_plan(recipe, plan, batch) for batch in batches]
     simulated = SimulatedSteps(index, plan, numbers, timelines, trace)

@@ -111,6 +111,7 @@ def group(
 
     from mmtrain.api.recipe_index import index_recipe
     from mmtrain.balance import Grouping
+    from mmtrain.data.stream.count_groups import count_groups
     from mmtrain.data.stream.recipe_summaries import (
         compare_grouping_methods,
         score_isf_rounds,
@@ -121,7 +122,8 @@ def group(
 
     settings = load_recipe(recipe, overrides).recipe
     index = index_recipe(settings)
-    grouping = Grouping.of(settings.data, settings.train.global_batch)
+    settings = count_groups(settings, index.lengths)
+    grouping = Grouping.of(settings.data, settings.train.num_groups)
     num_replicas = replicas or settings.parallel.llm.dp or grouping.row_size
     if isf:
         arguments = (index, grouping, settings.train.seed, num_replicas, time.perf_counter)

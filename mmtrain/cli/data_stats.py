@@ -41,6 +41,7 @@ def stats(
         summarize_lengths,
     )
     from mmtrain.data.index.stats import compute_stats, compute_stats_for_recipe
+    from mmtrain.data.stream.count_groups import count_groups
     from mmtrain.data.stream.recipe_summaries import summarize_sources
     from mmtrain.errors import UserError
     from mmtrain.planning.space.budget import DEFAULT_BUDGET
@@ -57,6 +58,7 @@ def stats(
         lengths, index = compute_stats_for_recipe(settings, named_sources or settings.data.sources, print_note)
         composition = composition_shares(index.lengths)
         if len(index.lengths):
+            settings = count_groups(settings, index.lengths)
             sizes = [cp for cp in context_parallel_sizes(settings, DEFAULT_BUDGET.meshes) if cp > 1]
             long_samples = [LongSamples.count(index.lengths.tokens, settings.data.group_tokens, cp) for cp in sizes]
         if not named_sources:

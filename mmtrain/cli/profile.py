@@ -48,6 +48,8 @@ def profile(
     from mmtrain.recipe import load_recipe
 
     settings = load_recipe(recipe, overrides).recipe  # report a wrong recipe before torch loads
+    if not settings.states_groups:  # layers cost the same however many groups a step has
+        settings = settings.with_groups(settings.required_multiple, settings.data.group_tokens)
     from mmtrain.api.local_cluster import resolve_cluster
     from mmtrain.costs.cost_table import CostTable
     from mmtrain.planning.space.constraints import sizes_to_measure

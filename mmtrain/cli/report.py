@@ -80,6 +80,7 @@ def _contents_with_steps(source: Path, plan: Path | None, overrides: list[str]) 
     from mmtrain.costs import machine_for
     from mmtrain.costs.hardware import GIB
     from mmtrain.data.stream.recipe_summaries import compare_grouping_methods
+    from mmtrain.planning.artifact.plan_files import with_planned_groups
     from mmtrain.recipe import load_recipe
     from mmtrain.report import read_metrics
     from mmtrain.report.comparison import comparison_rows
@@ -90,7 +91,8 @@ def _contents_with_steps(source: Path, plan: Path | None, overrides: list[str]) 
     settings = load_recipe(source / RECIPE_FILE if is_run else source, overrides).recipe
     trace_path = source / TRACE_FILE if is_run and (source / TRACE_FILE).exists() else None
     simulated = simulate_steps(settings, source / PLAN_FILE if is_run else plan, trace_path)
-    grouping = Grouping.of(settings.data, settings.train.global_batch)
+    settings = with_planned_groups(settings, simulated.plan)
+    grouping = Grouping.of(settings.data, settings.train.num_groups)
     scores = compare_grouping_methods(
         simulated.index,
         grouping,

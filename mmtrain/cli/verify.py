@@ -40,6 +40,7 @@ def verify(
     from dataclasses import asdict
 
     from mmtrain.api.simulated_steps import index_and_plan
+    from mmtrain.planning.artifact.plan_files import with_planned_groups
     from mmtrain.recipe import load_recipe, require_runnable
 
     if cpu:
@@ -49,7 +50,7 @@ def verify(
     index, chosen = index_and_plan(loaded, plan)
     from mmtrain.runtime.verification.verify_plan import VerifyRequest, verify_plan
 
-    verified = verify_plan(VerifyRequest(loaded, chosen, index, steps, whole, ranks_here))
+    verified = verify_plan(VerifyRequest(with_planned_groups(loaded, chosen), chosen, index, steps, whole, ranks_here))
     if verified.cut.note is not None:
         typer.echo(verified.cut.note, err=as_json)
     if as_json:

@@ -183,6 +183,12 @@ def _sentences(plan: Plan) -> Iterator[str]:
         f"Predicted step ({predicted.cost_source}): {seconds_text(predicted.step_time_s)}, MFU {predicted.mfu:.1%}, "
         f"{predicted.tokens_per_s_per_gpu:,.0f} LLM tokens/s per rank ({tokens_per_s} in total), peak memory {peak}."
     )
+    if plan.settings and "train.global_batch" not in plan.settings:  # but `train.global_batch.samples`, or tokens
+        tokens = compact_number(predicted.tokens_per_s_per_gpu * plan.world_size * predicted.step_time_s)
+        yield (
+            f"A step is {plan.num_groups} groups of at most {plan.data.seq_len} LLM tokens; on average it has "
+            f"{plan.data.step_samples:,.0f} samples and {tokens} tokens."
+        )
     if plan.measured is not None:
         as_run = f"As run here, a step takes {seconds_text(plan.measured.step_time_s)}"
         ratio = plan.measured.memory_ratio

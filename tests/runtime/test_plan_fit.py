@@ -104,6 +104,7 @@ def test_an_elastic_run_goes_on_with_a_plan_that_fits(
 
     request = SimpleNamespace(
         recipe=SETTINGS,
+        recipe_sha256=recipe_fingerprint(SETTINGS),
         run_dir=tmp_path,
         elastic=True,
         resume=True,

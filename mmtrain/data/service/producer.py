@@ -44,6 +44,7 @@ from mmtrain.data.service.protocol import (
     encode_message,
     step_facts,
 )
+from mmtrain.data.stream.count_groups import count_groups
 from mmtrain.data.stream.group_stream import GroupStream
 from mmtrain.errors import DataError
 from mmtrain.recipe.settings.schema import Recipe
@@ -287,5 +288,6 @@ def open_producer(recipe: Recipe, bind: str, num_workers: int, notify: NotifyCal
     index = build_index(recipe, notify=notify)
     for remark in index.remarks():
         notify(remark)
+    recipe = count_groups(recipe, index.lengths)
     builder = StepBuilder(index, GroupStream.of(recipe, index), recipe)
     return Producer(builder, step_facts(recipe, index), bind, num_workers, notify, keys)

@@ -65,7 +65,12 @@ def finish_plan(
         placement=chosen.placement,
         units={name: _with_activations(unit, problem.shape.unit(name)) for name, unit in chosen.layout.units.items()},
         schedule=chosen.schedule,
-        data=summarize_data(problem.batches.lengths, evaluator.layer_costs.graph_memory(chosen.graph).largest_load),
+        data=summarize_data(
+            problem.batches.lengths,
+            evaluator.layer_costs.graph_memory(chosen.graph).largest_load,
+            problem.seq_len,
+            problem.batches.samples_per_batch,
+        ),
         predicted=predict(chosen, evaluator).model_copy(update={"other_choices": other_choices}),
         measured=_as_measured(chosen, evaluator),
         alternatives=tuple(alternatives),

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler
 from mmtrain.balance.dispatch.phase_loads import OffNodeVolume, PhaseLoad
 from mmtrain.costs.hardware import Precision
 from mmtrain.models.shapes.model_shape import OffloadMode
-from mmtrain.program.ir.graph import ContextMethod, CutSequences, DispatchMode, Exchange
+from mmtrain.program.ir.graph import LLM, ContextMethod, CutSequences, DispatchMode, Exchange
 from mmtrain.program.schedules.builder import ScheduleKind
 
 PLAN_VERSION = 2
@@ -264,6 +264,9 @@ class PlannedData(_Frozen):
     samples: int
     tokens: dict[str, float]  # unit -> mean tokens of a sample that it processes
     largest_microbatch: dict[str, LargestMicrobatch]  # by unit
+    # Most LLM tokens of a group, and the samples of a step, mean; None in plans that no search has made.
+    seq_len: int | None = None
+    step_samples: float | None = None
 
 
 class Alternative(_Frozen):
@@ -322,6 +325,11 @@ class Plan(_Frozen):
     def dispatch(self) -> DispatchMode | None:
         """What is balanced over the replicas of all units; None in placements that do not shard."""
         return next(iter(self.units.values())).dispatch
+
+    @property
+    def num_groups(self) -> int:
+        """The groups of a step, each of which is one microbatch of the LLM."""
+        return self.units[LLM].dp * self.schedule.num_microbatches[LLM]
 
     @property
     def sha256(self) -> str:

@@ -63,10 +63,18 @@ def plan_layout(plan: Plan) -> Layout:
     return Layout(plan.placement, plan.units, plan.schedule.num_microbatches, is_encoder_first)
 
 
-def summarize_data(lengths: SampleLengths, largest_load: Mapping[str, TokenLoad]) -> PlannedData:
+def summarize_data(
+    lengths: SampleLengths, largest_load: Mapping[str, TokenLoad], seq_len: int, step_samples: float
+) -> PlannedData:
     """Return what a plan records of the data it is made for, and of the largest microbatches, by unit."""
     largest = {unit: LargestMicrobatch(**asdict(load)) for unit, load in largest_load.items()}
-    return PlannedData(samples=len(lengths), tokens=_mean_tokens(lengths), largest_microbatch=largest)
+    return PlannedData(
+        samples=len(lengths),
+        tokens=_mean_tokens(lengths),
+        largest_microbatch=largest,
+        seq_len=seq_len,
+        step_samples=round(step_samples, 1),
+    )
 
 
 def _mean_tokens(lengths: SampleLengths) -> dict[str, float]:

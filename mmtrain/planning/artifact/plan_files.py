@@ -77,6 +77,13 @@ def require_match(plan: Plan, recipe: Recipe, world_size: int, hardware: str) ->
         raise PlanError(f"the plan does not match this run:\n  {listed}\nUse its own, or {REPLAN_HINT}.")
 
 
+def with_planned_groups(recipe: Recipe, plan: Plan) -> Recipe:
+    """Return the recipe with the plan's number of groups, where the recipe leaves it to the data."""
+    if recipe.states_groups:
+        return recipe
+    return recipe.with_groups(plan.num_groups, recipe.data.group_tokens)
+
+
 def _changed_settings(plan: Plan, recipe: Recipe) -> str:
     """Write `train.global_batch (plan 8, now 16)`, the first few; empty for a plan that does not record settings."""
     if not plan.settings:

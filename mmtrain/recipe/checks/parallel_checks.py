@@ -71,6 +71,8 @@ def check_llm_data_parallelism(recipe: Recipe) -> Iterator[Problem]:
 def check_num_microbatches(recipe: Recipe) -> Iterator[Problem]:
     """The LLM's microbatches add up to the global batch; those of other units divide them or are a multiple."""
     llm, batch = recipe.parallel.llm, recipe.train.global_batch
+    if not isinstance(batch, int):  # the number of groups that it makes is a multiple of what the recipe fixes
+        return
     path = ("parallel", "llm", "num_microbatches")
     num_llm = llm.num_microbatches
     if num_llm is None:
@@ -252,8 +254,9 @@ def _check_pp(unit: str, degrees: UnitParallel, settings: EncoderSettings | LlmS
 
 
 def _check_dp(unit: str, degrees: UnitParallel, recipe: Recipe) -> Iterator[Problem]:
-    if degrees.dp is not None and recipe.train.global_batch % degrees.dp:
-        text = f"{degrees.dp} does not divide train.global_batch {recipe.train.global_batch}"
+    batch = recipe.train.global_batch
+    if degrees.dp is not None and isinstance(batch, int) and batch % degrees.dp:
+        text = f"{degrees.dp} does not divide train.global_batch {batch}"
         yield Problem(("parallel", *unit_path(unit), "dp"), text)
 
 

@@ -38,7 +38,7 @@ _HERE: Mapping[str, str] = {
     "microbatchsize": "has no setting: a microbatch is one packed group of at most data.seq_len tokens",
     "perdevicetrainbatchsize": "has no setting: a microbatch is one packed group of at most data.seq_len tokens",
     "gradientaccumulationsteps": "follows from train.global_batch, the groups of a step over all replicas",
-    "globalbatchsize": "is train.global_batch, in packed groups of at most data.seq_len tokens",
+    "globalbatchsize": "is train.global_batch, in groups of at most data.seq_len tokens, {samples: N} or {tokens: N}",
     "cpuoffloading": _OFFLOAD,
     "activationoffloading": _OFFLOAD,
     "enableactivationoffloading": _OFFLOAD,

@@ -3,11 +3,33 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from mmtrain.recipe.settings.base import NOTHING, PositiveFloat, PositiveInt, Section, setting
 
 DecayRate = Annotated[float, Field(ge=0, lt=1)]
+BatchUnit = Literal["samples", "tokens"]
+
+
+def batch_size(value: object) -> object:
+    """Return what `train.global_batch` may be: a number of groups, or of samples or tokens by name.
+
+    The type's own messages would name alternatives that nobody wrote. Raises ValueError.
+    """
+    numbers = [value]
+    if isinstance(value, dict):
+        numbers = list(value.values()) if list(value) in (["samples"], ["tokens"]) else []
+    if len(numbers) != 1 or type(numbers[0]) is not int or numbers[0] < 1:
+        raise ValueError(
+            f"found {value!r}; allowed: groups as a whole number, {{samples: N}} or {{tokens: N}}, each at least 1"
+        )
+    return value
+
+
+BatchSize = Annotated[
+    PositiveInt | dict[BatchUnit, PositiveInt],
+    BeforeValidator(batch_size, json_schema_input_type=PositiveInt | dict[BatchUnit, PositiveInt]),
+]
 
 
 class OptimizerSettings(Section):
@@ -94,9 +116,10 @@ class TrainSettings(Section):
     """The training run."""
 
     steps: PositiveInt = setting(affects=NOTHING, description="Number of optimizer steps.")
-    global_batch: PositiveInt = setting(
+    global_batch: BatchSize = setting(
         affects={"plan", "steps", "resume"},
-        description="Groups (packed sequences) of one optimizer step, over all replicas.",
+        description="One optimizer step, over all replicas: a number of groups (packed sequences), or `{samples: N}` "
+        "or `{tokens: N}`, which is as many groups as hold N samples or LLM tokens of the data on average.",
     )
     seed: int = setting(
         0, ge=0, affects={"steps", "resume"}, description="Seed of the initial weights and of the data order."

@@ -26,7 +26,7 @@ from mmtrain.errors import CheckpointError, LaunchError, UserError
 from mmtrain.models.megatron import ParallelGroups
 from mmtrain.models.shapes.model_shape import build_model_shape
 from mmtrain.planning.artifact.plan import Plan, StagePlan, UnitPlan
-from mmtrain.planning.artifact.plan_files import load_plan
+from mmtrain.planning.artifact.plan_files import load_plan, with_planned_groups
 from mmtrain.recipe import Recipe, recipe_fingerprint
 from mmtrain.recipe.settings.parallel_settings import LlmParallel, ParallelSettings
 from mmtrain.report.evaluation_result import MEDIA_KINDS, AnsweredQuestion, EvaluationResult, TemplateScore
@@ -190,7 +190,8 @@ def _choose_layout(request: EvaluateRequest, recipe: Recipe, index: DataIndex, n
     plan = load_plan(saved) if saved.exists() else None
     origin = "the plan of its training"
     if plan is None or (plan.world_size, plan.recipe_sha256) != (num_ranks, recipe_fingerprint(recipe)):
-        unconstrained = recipe.model_copy(update={"parallel": ParallelSettings(llm=LlmParallel(cp=1))})
+        trained = recipe if plan is None else with_planned_groups(recipe, plan)
+        unconstrained = trained.model_copy(update={"parallel": ParallelSettings(llm=LlmParallel(cp=1))})
         plan = request.planner(unconstrained, index.lengths, num_ranks)
         origin = "a plan made for them"
     meshes = ", ".join(f"{name} {u.mesh_text}" for name, u in plan.units.items())

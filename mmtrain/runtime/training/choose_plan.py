@@ -13,16 +13,17 @@ from typing import Protocol
 from mmtrain.costs import machine_for
 from mmtrain.costs.hardware import GIB
 from mmtrain.data import DataIndex
+from mmtrain.data.stream.count_groups import keep_groups
 from mmtrain.durable_files import disk_errors_named, write_whole
 from mmtrain.errors import PlanError, ProgramError
 from mmtrain.models.shapes.model_shape import build_model_shape
 from mmtrain.planning.artifact.plan import Plan
 from mmtrain.planning.artifact.plan_change import describe_plan_change
-from mmtrain.planning.artifact.plan_files import load_plan, require_match
+from mmtrain.planning.artifact.plan_files import load_plan, require_match, with_planned_groups
 from mmtrain.planning.artifact.plan_graph import stage_graph
 from mmtrain.planning.artifact.plan_memory import DeviceMemory, prove_memory
 from mmtrain.program import build_program
-from mmtrain.recipe import Recipe, recipe_fingerprint
+from mmtrain.recipe import Recipe
 from mmtrain.report.runlog import time_of_last_step
 from mmtrain.runtime.resilience.out_of_memory import smallest_device_memory
 from mmtrain.runtime.run_folder import PLAN_FILE
@@ -72,7 +73,7 @@ def choose_plan(request: TrainRequest, world: World, index: DataIndex) -> Chosen
 
 def _choose(request: TrainRequest, num_ranks: int, index: DataIndex, device: DeviceMemory | None) -> ChosenPlan:
     """Choose the plan on rank 0; `device`: the memory that plans of an elastic run must fit into."""
-    run_dir, fingerprint = request.run_dir, recipe_fingerprint(request.recipe)
+    run_dir, fingerprint = request.run_dir, request.recipe_sha256
     before = load_plan_of_run(run_dir / PLAN_FILE, _notify) if request.resume else None
     plan = _plan_of_user(request, num_ranks)
     if request.resume:
@@ -85,8 +86,11 @@ def _choose(request: TrainRequest, num_ranks: int, index: DataIndex, device: Dev
     planning_s = 0.0
     if plan is None:
         start_s = time.perf_counter()
+        recipe = request.recipe
+        if before is not None and not recipe.states_groups:
+            recipe = keep_groups(with_planned_groups(recipe, before), recipe, index.lengths)
         plan = request.planner(
-            request.recipe if device is None else limited_to_device(request.recipe, request.hardware, device),
+            recipe if device is None else limited_to_device(recipe, request.hardware, device),
             index.lengths,
             world_size=num_ranks,
             hardware=request.hardware,
@@ -107,7 +111,7 @@ def _if_it_fits(request: TrainRequest, plan: Plan | None, device: DeviceMemory |
     if plan is None or device is None:
         return plan
     try:
-        require_fit(request.recipe, plan, device)
+        require_fit(with_planned_groups(request.recipe, plan), plan, device)
     except PlanError as error:
         ranks = f"{plan.world_size} rank{'s' * (plan.world_size != 1)}"
         _notify(f"a plan for {ranks} is refused, and the run goes on with another one: {error}")

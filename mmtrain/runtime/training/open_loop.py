@@ -10,7 +10,6 @@ from mmtrain.checkpoint import SavingRun
 from mmtrain.data import BadSampleTracker, Loader, StepRequest, read_quarantine
 from mmtrain.planning.artifact.plan import Plan
 from mmtrain.program import LLM
-from mmtrain.recipe import recipe_fingerprint
 from mmtrain.report import RunLog, open_progress
 from mmtrain.runtime.evaluation.qa_eval import build_held_out_evaluation
 from mmtrain.runtime.execution.activity import ENDING, LOADING, PREPARING
@@ -130,7 +129,7 @@ def _elastic_hooks(run: RankRun, records: RunRecords) -> tuple[StepHook, ...]:
     request, world = run.session.request, run.rank_context.world
     if not request.elastic or not world.is_first:
         return ()
-    fingerprint, hardware = recipe_fingerprint(request.recipe), request.hardware
+    fingerprint, hardware = request.recipe_sha256, request.hardware
     address = run.session.address
     counts = rank_counts_ahead(world.size, address.ranks_per_node, may_grow=address.launcher != "mmtrain")
     missing = [n for n in counts if load_standby_plan(request.run_dir, fingerprint, n, hardware) is None]

@@ -112,6 +112,7 @@ def train_rank(request: TrainRequest, address: Address) -> None:
         with open_session(request, address, join(address), stop) as session:
             session.activity.start(PLANNING if session.world.is_first else AWAITING_PLAN)
             chosen = choose_plan(request, session.patient_world, session.index)
+            session = replace(session, request=replace(session.request, chosen_plan=chosen.plan))
             checkpoint = train_on_plan(session, chosen)
             if checkpoint is None and session.world.is_first:
                 _print_summary(session, chosen)

@@ -6,7 +6,8 @@ from typing import Protocol
 
 from mmtrain.balance import SampleLengths
 from mmtrain.planning.artifact.plan import Plan
-from mmtrain.recipe import LoadedRecipe, Recipe
+from mmtrain.planning.artifact.plan_files import with_planned_groups
+from mmtrain.recipe import LoadedRecipe, Recipe, recipe_fingerprint
 from mmtrain.runtime.execution.fault_points import FaultPoints
 from mmtrain.runtime.run_owner import ProcessIdentity
 from mmtrain.runtime.training.go_back import GoBack
@@ -49,9 +50,16 @@ class TrainRequest:
     restarting_launcher: ProcessIdentity | None = None  # the process that does so, and keeps the folder meanwhile
     force_unlock: bool = False  # take the folder from a run that owns it
     mixed_devices: bool = False  # ranks have GPUs of several kinds, and `hardware` is the slowest of them
+    chosen_plan: Plan | None = None  # the first plan of the run in this process, once it is known
     faults: FaultPoints = field(default_factory=FaultPoints)
 
     @property
     def recipe(self) -> Recipe:
-        """The recipe that is trained."""
-        return self.loaded.recipe
+        """The recipe that is trained, with the number and the size of groups once a plan is chosen."""
+        recipe = self.loaded.recipe
+        return recipe if self.chosen_plan is None else with_planned_groups(recipe, self.chosen_plan)
+
+    @property
+    def recipe_sha256(self) -> str:
+        """The fingerprint of the recipe as it is written, which its plans carry."""
+        return recipe_fingerprint(self.loaded.recipe)
