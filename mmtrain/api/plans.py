@@ -15,6 +15,7 @@ from mmtrain.errors import PlanError, RecipeError
 from mmtrain.planning import Plan, load_plan
 from mmtrain.planning.advise.why_slower import with_compared, with_misfit
 from mmtrain.planning.formulate import formulate_problem
+from mmtrain.planning.group_size import choose_group_size
 from mmtrain.planning.planner import plan
 from mmtrain.planning.space.problem import Allocation, AllocationWatch, PlanningProblem, PlanRequest
 from mmtrain.planning.whatif import describe_faster_nearby, with_text_only
@@ -169,9 +170,22 @@ def _with_groups(
     """Return the recipe with the number and the size of groups, chosen here where it leaves the size to the planner."""
     if recipe.states_groups:
         return recipe
-    from mmtrain.data.stream.count_groups import count_groups
+    if recipe.data.seq_len != "auto":
+        from mmtrain.data.stream.count_groups import count_groups
 
-    return count_groups(recipe, lengths)
+        return count_groups(recipe, lengths)
+    num_ranks, hardware = resolve_cluster(recipe)
+    if started is not None:
+        num_ranks, hardware = started.num_ranks, started.hardware or hardware
+    request.say("choosing data.seq_len")
+    return choose_group_size(
+        recipe,
+        lengths,
+        num_ranks=num_ranks,
+        hardware=hardware,
+        recipe_sha256=recipe_fingerprint(recipe),
+        baseline=request.baseline,
+    )
 
 
 def _formulate(

@@ -48,6 +48,11 @@ def profile(
     from mmtrain.recipe import load_recipe
 
     settings = load_recipe(recipe, overrides).recipe  # report a wrong recipe before torch loads
+    if settings.data.seq_len == "auto":
+        raise UserError(
+            "data.seq_len: auto says not up to which size of groups to measure layers; set the largest that plans may "
+            "choose, like --set data.seq_len=32768"
+        )
     if not settings.states_groups:  # layers cost the same however many groups a step has
         settings = settings.with_groups(settings.required_multiple, settings.data.group_tokens)
     from mmtrain.api.local_cluster import resolve_cluster

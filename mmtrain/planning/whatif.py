@@ -9,6 +9,8 @@ from statistics import fmean
 from mmtrain.balance import SampleLengths
 from mmtrain.errors import UserError
 from mmtrain.models.shapes.model_shape import build_model_shape
+from mmtrain.planning.advise.baselines import BaselinePlanner
+from mmtrain.planning.advise.sharded_baselines import SHARDED_RULES
 from mmtrain.planning.artifact.plan import Plan
 from mmtrain.planning.artifact.plan_change import with_present
 from mmtrain.planning.evaluate.evaluator import Evaluator
@@ -102,13 +104,31 @@ def _gain(recipe: Recipe, lengths: SampleLengths, plan: Plan, num_ranks: int) ->
     Where memory leaves no plan without sequence parallelism at any cost, none is found.
     """
     tokens_per_s = plan.predicted.tokens_per_s_per_gpu * plan.world_size
+    limit = tokens_per_s * MIN_GAIN
+    found = quick_tokens_per_s(recipe, lengths, num_ranks, plan.hardware, plan.recipe_sha256, limit)
+    return found / tokens_per_s
+
+
+def quick_tokens_per_s(
+    recipe: Recipe,
+    lengths: SampleLengths,
+    num_ranks: int,
+    hardware: str,
+    recipe_sha256: str,
+    min_tokens_per_s: float = 0.0,
+    baseline: str | None = None,
+) -> float:
+    """Return the tokens/s of a plan on all ranks that is sought with little effort; 0 if none reaches the minimum.
+
+    baseline: a rule of thumb that makes the plan in place of the search; what it reaches is returned, whatever that is.
+    """
     try:
         problem = formulate_problem(
             recipe,
             lengths,
             world_size=num_ranks,
-            hardware=plan.hardware,
-            recipe_sha256=plan.recipe_sha256,
+            hardware=hardware,
+            recipe_sha256=recipe_sha256,
             request=PlanRequest(num_alternatives=0),
             budget=QUICK_BUDGET,
         )
@@ -116,13 +136,18 @@ def _gain(recipe: Recipe, lengths: SampleLengths, plan: Plan, num_ranks: int) ->
             return 0.0
         layer_costs = LayerCosts(problem, budget=QUICK_BUDGET)
         tokens = layer_costs.loads.tokens()
-        request = replace(problem.request, max_step_s=tokens / tokens_per_s / MIN_GAIN)
+        if min_tokens_per_s and baseline is None:
+            problem = replace(problem, request=replace(problem.request, max_step_s=tokens / min_tokens_per_s))
         split_costs = with_token_splits(problem, layer_costs)
-        evaluator = Evaluator(replace(problem, request=request), QUICK_BUDGET, split_costs)
-        best = run_strategies(evaluator).best
+        evaluator = Evaluator(problem, QUICK_BUDGET, split_costs)
+        if baseline is None:
+            best = run_strategies(evaluator).best
+        else:  # sharded baselines need no meshes
+            meshes = () if baseline in SHARDED_RULES else run_strategies(evaluator).enumerated
+            best = BaselinePlanner(evaluator, meshes).plan_baseline(baseline)
     except UserError:
         return 0.0
-    return 0.0 if best is None else tokens / best.step_time_s / tokens_per_s
+    return 0.0 if best is None else tokens / best.step_time_s
 
 
 def plan_again(recipe: Recipe, lengths: SampleLengths, *, present: Plan, costs: Path) -> Plan:

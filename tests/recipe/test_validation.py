@@ -548,7 +548,7 @@ def test_shares_are_checked_beside_other_problems(base: Path) -> None:
     sources = "data.sources=[{path: a.json, share: {0: 0.5, 9: 0.7}}, {path: b.json, share: 0.5}]"
     found = [problem.split(" (")[0] for problem in problems(base, sources, "data.seq_len=0")]
     assert found == [
-        "data.seq_len: found 0, allowed: a whole number of at least 1",
+        "data.seq_len: found 0, allowed: a whole number of at least 1, or auto",
         "data.sources: shares of step 9 add up to 0.7 + 0.5 = 1.2; allowed: 1",
     ]
 

@@ -15,11 +15,16 @@ def count_groups(recipe: Recipe, lengths: SampleLengths) -> Recipe:
     The number depends on the recipe and the data alone. A recipe that states groups is returned as it is.
 
     Raises:
-        RecipeError: a step would be less than one group.
+        RecipeError: a step would be less than one group, or the planner is to choose the size of groups.
     """
     batch, seq_len = recipe.train.global_batch, recipe.data.seq_len
     if isinstance(batch, int):
         return recipe
+    if seq_len == "auto":
+        raise RecipeError(
+            "data.seq_len: auto is for `mmtrain plan` and `mmtrain train`, and nothing here plans; set the groups that "
+            "the plan states, like --set data.seq_len=8192 --set train.global_batch=64"
+        )
     tokens = float(mean_tokens(lengths)[0])
     estimate = batch.get("tokens", batch.get("samples", 0) * tokens) / seq_len
     grouping = Grouping.of(recipe.data, max(1, round(estimate)))

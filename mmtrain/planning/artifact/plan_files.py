@@ -78,10 +78,17 @@ def require_match(plan: Plan, recipe: Recipe, world_size: int, hardware: str) ->
 
 
 def with_planned_groups(recipe: Recipe, plan: Plan) -> Recipe:
-    """Return the recipe with the plan's number of groups, where the recipe leaves it to the data."""
+    """Return the recipe with the plan's number and size of groups, where the recipe leaves them to data or planner.
+
+    Raises:
+        PlanError: the plan does not state the size.
+    """
     if recipe.states_groups:
         return recipe
-    return recipe.with_groups(plan.num_groups, recipe.data.group_tokens)
+    size = plan.data.seq_len if recipe.data.seq_len == "auto" else recipe.data.group_tokens
+    if size is None:
+        raise PlanError(f"data.seq_len: auto, and the plan does not state a size of groups; {REPLAN_HINT}")
+    return recipe.with_groups(plan.num_groups, size)
 
 
 def _changed_settings(plan: Plan, recipe: Recipe) -> str:

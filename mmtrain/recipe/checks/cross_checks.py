@@ -184,7 +184,17 @@ def _check_drawn_images(model: GeneratorSettings) -> Iterator[Problem]:
 def check_sample_length(recipe: Recipe) -> Iterator[Problem]:
     """Every accepted sample fits into a group."""
     data = recipe.data
-    if data.max_sample_tokens is not None and data.max_sample_tokens > data.seq_len:
+    if data.seq_len == "auto":
+        if data.max_sample_tokens is None:
+            text = "missing; with data.seq_len: auto it says which samples are kept, whatever the planner chooses"
+            yield Problem(("data", "max_sample_tokens"), text)
+        if isinstance(recipe.train.global_batch, int):
+            text = (
+                f"found {recipe.train.global_batch} groups; with data.seq_len: auto, which changes what a group is, "
+                "allowed: {samples: N} or {tokens: N}"
+            )
+            yield Problem(("train", "global_batch"), text)
+    elif data.max_sample_tokens is not None and data.max_sample_tokens > data.seq_len:
         path: KeyPath = ("data", "max_sample_tokens")
         yield Problem(path, f"{data.max_sample_tokens} is above data.seq_len {data.seq_len}: no group could hold it")
 

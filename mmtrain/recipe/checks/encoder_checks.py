@@ -51,7 +51,7 @@ def _check_native_area(recipe: Recipe, merged_patch: int, factors: str) -> Itera
 
 def check_image_tokens(recipe: Recipe) -> Iterator[Problem]:
     """The largest image, as all encoders together show it to the LLM, leaves space for text in a group."""
-    image, seq_len = recipe.data.image, recipe.data.seq_len
+    image, max_tokens = recipe.data.image, recipe.data.sample_tokens
     num_tiles = image.max_tiles + 1 if image.max_tiles > 1 else 1  # one more tile shows the entire image
     encoders = _vision_encoders(recipe)
     tokens = 0
@@ -65,11 +65,10 @@ def check_image_tokens(recipe: Recipe) -> Iterator[Problem]:
         }
         name, num_features = largest[image.scheme]
         tokens += num_features
-    if tokens >= seq_len:
+    if tokens >= max_tokens:
         of_all = f" from {' and '.join(encoders)} together" if len(encoders) > 1 else ""
-        text = (
-            f"one image becomes up to {tokens} LLM tokens{of_all}, data.seq_len is {seq_len}; allowed: fewer than that"
-        )
+        limit = "data.seq_len" if max_tokens == recipe.data.seq_len else "data.max_sample_tokens"
+        text = f"one image becomes up to {tokens} LLM tokens{of_all}, {limit} is {max_tokens}; allowed: fewer than that"
         yield Problem(("data", "image", name), text)
 
 

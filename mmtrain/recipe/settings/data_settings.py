@@ -402,14 +402,16 @@ class DataSettings(Section):
     special_tokens: SpecialTokenSettings = Field(
         SpecialTokenSettings(), description="Which special tokens of a model's tokenizer texts of samples may spell."
     )
-    seq_len: PositiveInt = setting(
+    seq_len: PositiveInt | Literal["auto"] = setting(
         affects={"plan", "lengths", "steps", "resume"},
-        description="Most LLM tokens of one group. A group is one packed sequence and one LLM microbatch.",
+        description="Most LLM tokens of one group. A group is one packed sequence and one LLM microbatch. `auto`: the "
+        "planner chooses it; needs `max_sample_tokens`, and a `train.global_batch` in samples or tokens.",
     )
     max_sample_tokens: PositiveInt | None = setting(
         None,
         affects={"plan", "lengths", "steps"},
-        description="Most LLM tokens of one sample. Longer samples are quarantined. Default: `seq_len`.",
+        description="Most LLM tokens of one sample. Longer samples are quarantined. Default: `seq_len`. Required with "
+        "`seq_len: auto`.",
     )
     max_images: PositiveInt = setting(
         64,
@@ -518,11 +520,12 @@ class DataSettings(Section):
 
     @property
     def group_tokens(self) -> int:
-        """Return the most LLM tokens of a group."""
+        """Return the most LLM tokens of a group. Where the planner chooses them, they come by `Recipe.with_groups`."""
+        assert self.seq_len != "auto", "the planner has not chosen the size of groups yet"
         return self.seq_len
 
     @property
     def sample_tokens(self) -> int:
         """Return the most LLM tokens of a sample; longer ones are quarantined."""
-        sizes = [size for size in (self.max_sample_tokens, self.seq_len) if size is not None]
+        sizes = [size for size in (self.max_sample_tokens, self.seq_len) if size is not None and size != "auto"]
         return min(sizes)

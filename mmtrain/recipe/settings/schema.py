@@ -38,7 +38,7 @@ class Recipe(Section):
     @property
     def states_groups(self) -> bool:
         """Whether the recipe alone says how many groups a step has, and how large they are."""
-        return isinstance(self.train.global_batch, int)
+        return isinstance(self.train.global_batch, int) and self.data.seq_len != "auto"
 
     @property
     def required_multiple(self) -> int:
