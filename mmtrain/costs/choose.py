@@ -1,16 +1,19 @@
 """Choose the hardware, precision and cost model that a recipe asks for."""
 
 import difflib
+from collections.abc import Container
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 
 from mmtrain.costs.analytic_costs import AnalyticCosts
+from mmtrain.costs.cost_model import CostModel
 from mmtrain.costs.cost_table import CostTable
 from mmtrain.costs.find_hardware import is_other_hardware, is_same_hardware, preset
 from mmtrain.costs.hardware import GB, GIB, US, Hardware, Link, Precision
 from mmtrain.costs.layer_fields import layer_fields, layer_key
 from mmtrain.costs.measured_costs import MeasuredCosts
+from mmtrain.costs.recorded_costs import RECORDED_COSTS_FILE
 from mmtrain.costs.time_spread import TimeSpread
 from mmtrain.errors import PlanError
 from mmtrain.models.shapes.model_shape import ModelShape
@@ -63,7 +66,7 @@ def machine_with_spread(recipe: Recipe, hardware: str) -> Hardware:
 
 def _load_table(table: Path) -> CostTable:
     """Read the table that `cluster.costs` names."""
-    return CostTable.load(_shipped_path(table.name) if is_shipped(table) else table)
+    return CostTable.load(_table_path(table))
 
 
 def _stated_link(link: Link, gb_per_s: float | None, latency_us: float | None) -> Link:
@@ -87,7 +90,7 @@ def costs_for(machine: Hardware, precision: Precision, table: Path | None) -> An
     """Return the costs of a table, modelled where it has no entry; without a table all are modelled.
 
     Args:
-        table: `cluster.costs`, a file or the name of a table that comes with the package.
+        table: `cluster.costs`, a file, the folder of a run, or the name of a table that comes with the package.
 
     Raises:
         PlanError: the table does not exist, is damaged or empty, or was made for other hardware or another precision.
@@ -129,7 +132,24 @@ def layers_without_entry(costs: AnalyticCosts | MeasuredCosts, shape: ModelShape
     """Name the kinds of layers of a model that a table of layers has at no tensor-parallel size, like `llm: head`."""
     if not isinstance(costs, MeasuredCosts) or not costs.table.layers:
         return []
-    known = {layer_key(entry.layer) for entry in costs.table.layers}
+    return _missing_layers({layer_key(entry.layer) for entry in costs.table.layers}, shape)
+
+
+def require_model_of_run(costs: CostModel, shape: ModelShape) -> None:
+    """Raise PlanError if a run of another model recorded the costs: its records say nothing of these layers."""
+    if not isinstance(costs, MeasuredCosts) or costs.table.run is None:
+        return
+    missing = _missing_layers(costs.table.scale_by_layer, shape)
+    if missing:
+        raise PlanError(
+            f"cluster.costs: the run {costs.table.run} trained another model, and recorded nothing of these layers "
+            f"({'; '.join(missing)}); name a run of this model, measure with `mmtrain profile`, or leave cluster.costs "
+            "out"
+        )
+
+
+def _missing_layers(known: Container[str], shape: ModelShape) -> list[str]:
+    """Name the kinds of layers of a model that are not among the known keys, by unit."""
     missing = []
     for unit in shape.units:
         kinds = dict.fromkeys(layer.kind for layer in unit.layers if layer_key(layer_fields(layer)) not in known)
@@ -138,17 +158,40 @@ def layers_without_entry(costs: AnalyticCosts | MeasuredCosts, shape: ModelShape
     return missing
 
 
+def _table_path(table: Path) -> Path:
+    """Return the file of a table. PlanError for a folder in which no run has left one, and for an unknown name."""
+    if is_shipped(table) and (table.name in _shipped_names() or not table.is_dir()):
+        return _shipped_path(table.name)
+    if not table.is_dir():
+        return table
+    recorded = table / RECORDED_COSTS_FILE
+    if recorded.exists():
+        return recorded
+    raise PlanError(
+        f"cluster.costs: {table} is a folder without {RECORDED_COSTS_FILE}. A run writes that when it is done, from "
+        "what its last steps took, if it had at least eleven and train.replan is not off; name the folder of such a "
+        "run, or a file that `mmtrain profile RECIPE --out FILE` wrote"
+    )
+
+
 def is_shipped(table: Path) -> bool:
     """Return whether `cluster.costs` names a table of the package rather than a file: a bare word without a suffix."""
     return table.parent == Path(".") and not table.suffix
 
 
+def _shipped_names() -> list[str]:
+    return sorted(path.stem for path in _shipped_folder().glob("*.json"))
+
+
+def _shipped_folder() -> Path:
+    return Path(str(files("mmtrain.costs"))) / "tables"
+
+
 def _shipped_path(name: str) -> Path:
     """Return the file of a table that comes with the package; PlanError lists those that do."""
-    folder = Path(str(files("mmtrain.costs"))) / "tables"
-    known = sorted(path.stem for path in folder.glob("*.json"))
+    known = _shipped_names()
     if name in known:
-        return folder / f"{name}.json"
+        return _shipped_folder() / f"{name}.json"
     nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.3)
     hint = f"; did you mean `{nearest[0]}`?" if nearest else "."
     raise PlanError(

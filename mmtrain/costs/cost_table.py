@@ -193,6 +193,7 @@ class CostTable(_Frozen):
     layer_scales: tuple[LayerScale, ...] = ()
     message_scale: Scale = 1.0  # of messages between two ranks, and of all-to-alls
     reduction_scale: Scale = 1.0  # of other collectives and the optimizer step
+    run: str | None = None  # the folder of the run that recorded the scales; None: unknown, or there are none
 
     @model_validator(mode="after")
     def _require_one_entry_of_each(self) -> Self:

@@ -112,13 +112,14 @@ class MeasuredCosts:
     @property
     def source(self) -> str:
         """Where the table's entries come from, and which layers were modelled or extrapolated."""
+        run = "a run" if self.table.run is None else f"the run {self.table.run}"
         if self.table.is_recorded and not self.table.has_entries:
-            return f"modelled: {self.table.hardware}, corrected by what a run recorded on {self.table.date}"
+            return f"modelled: {self.table.hardware}, corrected by what {run} recorded on {self.table.date}"
         parts = [f"{self.table.provenance}: {self.table.device}, {self.table.date}"]
         if self.table.held_out_error is not None:
             parts.append(f"error of layers on loads held out {self.table.held_out_error:.1%} in the median")
         if self.table.is_recorded:
-            parts.append("corrected by what a run recorded")
+            parts.append(f"corrected by what {run} recorded")
         if self.missing:
             modelled = f"modelled ({self.model.hardware.name}, {self.model.hardware.band})"
             parts.append(f"{modelled}: {', '.join(sorted(self.missing))}")

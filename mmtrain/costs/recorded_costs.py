@@ -11,6 +11,8 @@ from mmtrain.costs.hardware import Hardware, Precision
 from mmtrain.costs.measured_costs import MeasuredCosts
 from mmtrain.models.shapes.model_shape import ModelShape
 
+RECORDED_COSTS_FILE = "recorded_costs.json"  # in the folder of a run: the plan's costs, corrected by its records
+
 
 @dataclass(frozen=True)
 class RecordedRatios:
@@ -23,9 +25,16 @@ class RecordedRatios:
 
 
 def recorded_table(
-    costs: CostModel, machine: Hardware, precision: Precision, shape: ModelShape, ratios: RecordedRatios
+    costs: CostModel,
+    machine: Hardware,
+    precision: Precision,
+    shape: ModelShape,
+    ratios: RecordedRatios,
+    run: str | None = None,
 ) -> CostTable:
     """Return the table of `costs`, corrected by the ratios of what was recorded to what `costs` predicted.
+
+    run: the folder of the run that recorded them.
 
     All layers of a unit are corrected alike, and where several units have the same layer, the last one counts: records
     tell units apart, not layers. A table that was corrected before is corrected further.
@@ -35,7 +44,7 @@ def recorded_table(
         forward, backward = ratios.forward.get(unit.name, 1.0), ratios.backward.get(unit.name, 1.0)
         for layer in map(layer_fields, unit.layers):
             scales[layer_key(layer)] = LayerScale(layer=layer, forward=forward, backward=backward)
-    return scaled_table(costs, machine, precision, scales, ratios)
+    return scaled_table(costs, machine, precision, scales, ratios, run)
 
 
 def scaled_table(
@@ -44,6 +53,7 @@ def scaled_table(
     precision: Precision,
     scales: Mapping[str, LayerScale],
     ratios: RecordedRatios,
+    run: str | None = None,
 ) -> CostTable:
     """Return the table of `costs` with layers, by their key, and communication multiplied.
 
@@ -57,6 +67,7 @@ def scaled_table(
         scaled[key] = LayerScale(layer=scale.layer, forward=forward, backward=backward)
     fields = {name: getattr(table, name) for name in CostTable.model_fields}
     corrected = {
+        "run": run or table.run,
         "layer_scales": tuple(scaled.values()),
         "message_scale": table.message_scale * (ratios.messages or 1.0),
         "reduction_scale": table.reduction_scale * (ratios.reductions or 1.0),

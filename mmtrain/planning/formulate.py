@@ -7,6 +7,7 @@ from itertools import islice
 
 from mmtrain.balance import Grouping, SampleLengths
 from mmtrain.costs import Hardware, costs_for, machine_with_spread, precision_for
+from mmtrain.costs.choose import require_model_of_run
 from mmtrain.costs.find_hardware import MAX_RATIO_OF_DEVICES
 from mmtrain.errors import PlanError
 from mmtrain.models.shapes.model_shape import build_model_shape
@@ -60,12 +61,14 @@ def formulate_problem(
     _require_even_ranks(machine.at_pace_of(world_size), world_size)
     # The slowest of the fewest ranks, so that bounds hold for all numbers of them; the simulator adds the rest.
     machine = machine.at_pace_of(min(counts, default=world_size))
+    costs = costs_for(machine, precision, recipe.cluster.costs)
+    require_model_of_run(costs, shape)
     return PlanningProblem(
         recipe=recipe,
         recipe_sha256=recipe_sha256,
         settings=plan_settings(recipe),
         shape=shape,
-        costs=costs_for(machine, precision, recipe.cluster.costs),
+        costs=costs,
         precision=precision,
         seq_len=recipe.data.group_tokens,
         batches=batches,

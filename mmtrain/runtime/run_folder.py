@@ -13,7 +13,6 @@ from mmtrain.recipe import Recipe, load_recipe
 
 RECIPE_FILE = "recipe.yaml"  # with all defaults filled in
 PLAN_FILE = "plan.json"
-RECORDED_COSTS_FILE = "recorded_costs.json"  # the plan's costs, corrected by what the run recorded
 REPLANNED_FOLDER = "replanned"  # plans that the run had before it switched in living processes
 FASTER_PLAN_FILE = "faster_plan.json"  # that was made with them, if it is faster than the run's
 CHECKPOINTS_FOLDER = "checkpoints"

@@ -5,9 +5,11 @@ from pathlib import Path
 import pytest
 
 from mmtrain.costs import AnalyticCosts, GroupLayout, TokenLoad, costs_for, preset
+from mmtrain.costs.choose import require_model_of_run
 from mmtrain.costs.cost_model import LayerWork
 from mmtrain.costs.cost_table import CostTable
-from mmtrain.costs.recorded_costs import RecordedRatios, costs_of_table, recorded_table
+from mmtrain.costs.recorded_costs import RECORDED_COSTS_FILE, RecordedRatios, costs_of_table, recorded_table
+from mmtrain.errors import PlanError
 from mmtrain.models.shapes.model_shape import build_model_shape
 from tests.planning.factory import recipe
 
@@ -33,6 +35,38 @@ def test_each_kind_of_work_is_scaled_by_what_was_recorded(tmp_path: Path) -> Non
     reduction_s = base.collective("reduce_scatter", 1 << 20, GroupLayout(2))
     assert costs.collective("reduce_scatter", 1 << 20, GroupLayout(2)) == pytest.approx(4.0 * reduction_s)
     assert costs.optimizer(1000) == pytest.approx(4.0 * base.optimizer(1000))
+
+
+def test_the_folder_of_a_run_is_a_cost_table_for_its_own_model(tmp_path: Path) -> None:
+    run = tmp_path / "try"
+    run.mkdir()
+    with pytest.raises(
+        PlanError, match=r"try is a folder without recorded_costs.json. A run writes that when it is don"
+    ):
+        costs_for(MACHINE, "fp32", run)
+    shape, base = build_model_shape(recipe()), AnalyticCosts(MACHINE, "fp32")
+    recorded_table(base, MACHINE, "fp32", shape, RATIOS, "runs/try").save(run / RECORDED_COSTS_FILE)
+    costs = costs_for(MACHINE, "fp32", run)
+    assert costs.source.startswith("modelled: cpu-core, corrected by what the run runs/try recorded on 20")
+    require_model_of_run(costs, shape)
+    require_model_of_run(base, shape)
+    message = r"the run runs/try trained another model, .* of these layers \(.*llm: embedding, decoder_block"
+    with pytest.raises(PlanError, match=message):
+        require_model_of_run(costs, build_model_shape(recipe(llm={"hidden": 96})))
+
+
+def test_a_folder_of_one_word_is_a_run_where_no_table_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in `--set cluster.costs=try` beside the folder of the run."""
+    monkeypatch.chdir(tmp_path)
+    Path("try").mkdir()
+    recorded_table(AnalyticCosts(MACHINE, "fp32"), MACHINE, "fp32", build_model_shape(recipe()), RATIOS, "try").save(
+        Path("try") / RECORDED_COSTS_FILE
+    )
+    assert "the run try recorded" in costs_for(MACHINE, "fp32", Path("try")).source
+    Path("cpu-core").mkdir()
+    assert "the run" not in costs_for(MACHINE, "fp32", Path("cpu-core")).source
 
 
 def test_a_table_is_corrected_further_by_a_later_record() -> None:

@@ -7,6 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from mmtrain.costs import CostTable
+from mmtrain.costs.recorded_costs import RECORDED_COSTS_FILE
+from mmtrain.data import build_index
+from mmtrain.errors import PlanError
 from mmtrain.models.shapes.model_shape import build_model_shape
 from mmtrain.planning.artifact.plan_files import load_plan
 from mmtrain.planning.artifact.plan_graph import stage_graph
@@ -18,12 +22,14 @@ from mmtrain.report import read_metrics
 from mmtrain.runtime.execution.rank_context import build_rank_context
 from mmtrain.runtime.resilience.stragglers import STRAGGLER_WINDOW_STEPS
 from mmtrain.runtime.run_folder import PLAN_FILE, TRACE_FILE
+from mmtrain.runtime.training.cost_drift import MEDIAN_STEPS
 from mmtrain.runtime.world import World
 from tests.distributed import run_ranks
 from tests.faults import WATCHDOG_S, AllOf, FailAt
 from tests.flow.cases import Mesh, plan, recipe, step_data
 from tests.flow.orders import PIPELINE
 from tests.flow.runs import launch, request_for, run_all
+from tests.plans import plan_recipe
 from tests.program.trace_format import require_trace
 
 GUESTS = {"vision": Mesh((), (0, 1), dp=2), "llm": Mesh((2,), (0, 1))}
@@ -97,3 +103,26 @@ def test_parts_of_stages_are_drawn_where_they_ran() -> None:
         todo = [a for a in expand_all(graph, program.for_rank(rank)) if isinstance(a, Compute)]
         assert any(isinstance(a, Partial) for a in todo)
         assert [s.action for s in timeline.spans if s.rank == rank and isinstance(s.action, Compute)] == todo
+
+
+@pytest.mark.slow
+def test_records_of_a_run_that_is_done_are_costs_of_later_plans(data: Path, tmp_path: Path) -> None:
+    """Its steps are the fewest that make a median. Another run has one less, and a third records nothing."""
+    settings = ("parallel.placement=unified", "train.checkpoint.every=0")
+    steps = {"done": (MEDIAN_STEPS, "tell"), "short": (MEDIAN_STEPS - 1, "tell"), "off": (MEDIAN_STEPS, "off")}
+    for name, (num_steps, replan) in steps.items():
+        changes = (f"train.steps={num_steps}", f"train.replan={replan}", *settings)
+        request = request_for(data, tmp_path / name, *changes)
+        assert run_all(request, request) == ["", ""]
+        assert (tmp_path / name / RECORDED_COSTS_FILE).exists() == (name == "done")
+    run = tmp_path / "done"
+    table = CostTable.load(run / RECORDED_COSTS_FILE)
+    assert table.run == str(run)
+    assert all(scale.forward != 1.0 for scale in table.layer_scales)  # seconds are never as modelled to the last digit
+    recipe = request_for(data, tmp_path / "next", *settings, f"cluster.costs={run}").recipe
+    lengths = build_index(recipe).lengths
+    later = plan_recipe(recipe, lengths, world_size=2, hardware="cpu-core", recipe_sha256="x")
+    assert f"corrected by what the run {run} recorded" in later.predicted.cost_source
+    other = request_for(data, tmp_path / "next", *settings, "model.llm.hidden=96", f"cluster.costs={run}").recipe
+    with pytest.raises(PlanError, match="trained another model, and recorded nothing of these layers"):
+        plan_recipe(other, lengths, world_size=2, hardware="cpu-core", recipe_sha256="x")

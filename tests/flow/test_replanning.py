@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from mmtrain.costs import AnalyticCosts, CostTable, preset
-from mmtrain.costs.recorded_costs import RecordedRatios, recorded_table
+from mmtrain.costs.recorded_costs import RECORDED_COSTS_FILE, RecordedRatios, recorded_table
 from mmtrain.data import build_index
 from mmtrain.models.shapes.model_shape import build_model_shape
 from mmtrain.planning import Plan, load_plan
@@ -25,7 +25,7 @@ from mmtrain.runtime.execution.fault_points import FaultPoints
 from mmtrain.runtime.resilience.launch import free_port
 from mmtrain.runtime.resilience.out_of_memory import smallest_device_memory
 from mmtrain.runtime.resilience.signals import StopSignalListener
-from mmtrain.runtime.run_folder import FASTER_PLAN_FILE, PLAN_FILE, RECORDED_COSTS_FILE, REPLANNED_FOLDER
+from mmtrain.runtime.run_folder import FASTER_PLAN_FILE, PLAN_FILE, REPLANNED_FOLDER
 from mmtrain.runtime.training import cost_drift
 from mmtrain.runtime.training import switch_plan as switch_plan_module
 from mmtrain.runtime.training.choose_plan import choose_plan

@@ -7,8 +7,9 @@ from typing import Any, cast
 import pytest
 import torch
 
+from mmtrain.costs.recorded_costs import RECORDED_COSTS_FILE
 from mmtrain.planning import Plan, load_plan
-from mmtrain.runtime.run_folder import PLAN_FILE, RECORDED_COSTS_FILE, REPLANNED_FOLDER
+from mmtrain.runtime.run_folder import PLAN_FILE, REPLANNED_FOLDER
 from mmtrain.runtime.training import switch_plan
 from mmtrain.runtime.training.hooks.replanning import share_recorded_costs
 from mmtrain.runtime.training.switch_plan import keep_switch

@@ -315,6 +315,6 @@ class ClusterSettings(Section):
     costs: Path | None = setting(
         None,
         affects={"plan"},
-        description="A cost table: a file written by `mmtrain profile`, or the name of a table that comes with mmtrain "
-        "(`cpu-core`, `h200-141g`). Default: analytic costs of the preset.",
+        description="A cost table: a file written by `mmtrain profile`, the folder of a run that is done, or the name "
+        "of a table that comes with mmtrain (`cpu-core`, `h200-141g`). Default: analytic costs of the preset.",
     )

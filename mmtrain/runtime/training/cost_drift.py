@@ -126,6 +126,10 @@ class CostDriftDetector:
         self.restart()
         return drift
 
+    def ratios(self) -> RecordedRatios | None:
+        """Return recorded over predicted seconds, as the median of the last steps; None before there are enough."""
+        return None if self._num_steps < MEDIAN_STEPS else self._recorded_ratios(_median(self._ratios))
+
     def _is_drifted(self, ratios: FloatArray) -> npt.NDArray[np.bool_]:
         recorded = self._recorded.sum(axis=0)
         is_much = recorded >= MIN_DRIFT_SHARE * recorded.sum()
@@ -135,15 +139,14 @@ class CostDriftDetector:
     def _drift(self, ratios: FloatArray, num_steps: int) -> CostDrift:
         names = [f"{unit} {_DIRECTION_NAMES[letter]}" for unit, letter in self._compute_kinds] + [REDUCTIONS]
         drifted = tuple(f"{names[i]} {ratios[i]:.2g}x" for i in np.flatnonzero(self._is_drifted(ratios)))
+        return CostDrift(self._recorded_ratios(ratios), drifted, num_steps)
+
+    def _recorded_ratios(self, ratios: FloatArray) -> RecordedRatios:
         known = {kind: float(ratio) for kind, ratio in zip(self._compute_kinds, ratios, strict=False) if ratio > 0}
-        return CostDrift(
-            RecordedRatios(
-                forward={unit: known[unit, "F"] for unit in self._units if (unit, "F") in known},
-                backward={unit: known[unit, "B"] for unit in self._units if (unit, "B") in known},
-                reductions=float(ratios[-1]) if ratios[-1] > 0 else None,
-            ),
-            drifted,
-            num_steps,
+        return RecordedRatios(
+            forward={unit: known[unit, "F"] for unit in self._units if (unit, "F") in known},
+            backward={unit: known[unit, "B"] for unit in self._units if (unit, "B") in known},
+            reductions=float(ratios[-1]) if ratios[-1] > 0 else None,
         )
 
 

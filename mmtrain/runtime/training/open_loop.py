@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from mmtrain.checkpoint import SavingRun
+from mmtrain.costs.recorded_costs import RECORDED_COSTS_FILE
 from mmtrain.data import BadSampleTracker, Loader, StepRequest, read_quarantine
 from mmtrain.planning.artifact.plan import Plan
 from mmtrain.program import LLM
@@ -16,7 +17,7 @@ from mmtrain.runtime.execution.activity import ENDING, LOADING, PREPARING
 from mmtrain.runtime.execution.checkpointing import BackgroundSaver, SavedRank
 from mmtrain.runtime.execution.input_arena import copier_for
 from mmtrain.runtime.execution.step_prefetcher import StepPrefetcher
-from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, QUARANTINE_FILE, RECORDED_COSTS_FILE, TRACE_FILE
+from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, QUARANTINE_FILE, TRACE_FILE
 from mmtrain.runtime.training.choose_plan import limited_to_device, plan_that_fits
 from mmtrain.runtime.training.go_back import SKIPPED_STATE
 from mmtrain.runtime.training.hooks.checkpoints import Checkpointing, CheckpointWriter, FinishBackgroundSave

@@ -104,9 +104,13 @@ class StepMetricsReducer:
         if self._drift_detector is not None:
             self._drift_detector.restart()
 
-    def corrected_table(self, ratios: RecordedRatios) -> CostTable:
-        """Return the costs that steps are predicted with, corrected by what was recorded."""
-        return recorded_table(self.costs, self._machine, self._context.precision, self._context.shape, ratios)
+    def recorded_ratios(self) -> RecordedRatios | None:
+        """Return what the last steps took beside what was predicted, equal on all ranks; None where it is not known."""
+        return None if self._drift_detector is None else self._drift_detector.ratios()
+
+    def corrected_table(self, ratios: RecordedRatios, run: str) -> CostTable:
+        """Return the costs that steps are predicted with, corrected by what the run `run` recorded."""
+        return recorded_table(self.costs, self._machine, self._context.precision, self._context.shape, ratios, run)
 
     def timing(self, loads: StepLoads) -> ModelTiming:
         """Return what a step with these loads should take, by the cost model of the plan's hardware."""

@@ -1,4 +1,4 @@
-"""Plan again when recorded actions take other times than the plan's costs predict."""
+"""Keep the costs that a run records, and plan again when they are other than the plan's."""
 
 import statistics
 import sys
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Protocol, cast
 
 from mmtrain.costs import CostTable
+from mmtrain.costs.recorded_costs import RECORDED_COSTS_FILE, RecordedRatios
 from mmtrain.durable_files import disk_errors_named, set_aside, write_whole
 from mmtrain.errors import PlanError
 from mmtrain.planning.artifact.plan import Plan
@@ -16,7 +17,7 @@ from mmtrain.program import Recv, Send, Timing
 from mmtrain.program.trace.step_record import MessageRecord, StepRecord
 from mmtrain.report.plain_text import seconds_text
 from mmtrain.runtime.execution.activity import TRACING, Activity
-from mmtrain.runtime.run_folder import FASTER_PLAN_FILE, RECORDED_COSTS_FILE
+from mmtrain.runtime.run_folder import FASTER_PLAN_FILE
 from mmtrain.runtime.training.background_planning import BackgroundPlanning, PlanningOutcome
 from mmtrain.runtime.training.clock_offset import measure_clock_offset
 from mmtrain.runtime.training.cost_drift import CostDrift
@@ -40,7 +41,10 @@ class PlanWithCosts(Protocol):
 
 
 class Replanning(StepHook):
-    """Writes the recorded costs, makes a plan with them in the background, and says what it would gain."""
+    """Writes the recorded costs, makes a plan with them in the background, and says what it would gain.
+
+    After the last step it writes them in any case, for later plans (`cluster.costs`).
+    """
 
     def __init__(
         self,
@@ -63,31 +67,44 @@ class Replanning(StepHook):
     def after_step(self, ctx: StepContext) -> None:
         """See `StepHook`."""
         if ctx.reduction.cost_drift is not None:
-            self._record_costs(ctx, ctx.reduction.cost_drift)
+            self._act_on_drift(ctx, ctx.reduction.cost_drift)
+        ratios = self._reducer.recorded_ratios() if ctx.is_last else None
+        if ratios is not None:
+            table_text = self._corrected_table(ctx, ratios)
+            if self._world.is_first:
+                self._records.try_write(RECORDED_COSTS_FILE, lambda: write_whole(self._path, f"{table_text}\n"))
         outcome = self._planning.poll() if self._planning is not None else None
         if outcome is not None:
             self.close()
             self._handle(outcome)
 
-    def _record_costs(self, ctx: StepContext, drift: CostDrift) -> None:
-        """Predict steps with the recorded costs from now on, on all ranks, and start to plan with them."""
+    @property
+    def _path(self) -> Path:
+        return self._records.run_dir / RECORDED_COSTS_FILE
+
+    def _corrected_table(self, ctx: StepContext, ratios: RecordedRatios) -> str:
+        """Return on all ranks the text of the costs as recorded; messages are those of this step."""
         self._activity.start(TRACING)
         assert ctx.outcome.loads is not None, "an outcome of a step that was run"
         messages = measure_message_ratio(self._world, ctx.outcome.record, self._reducer.timing(ctx.outcome.loads))
-        ratios = replace(drift.ratios, messages=messages)
-        table_text: str = self._world.on_first(lambda: self._reducer.corrected_table(ratios).model_dump_json(indent=1))
+        all_ratios, run = replace(ratios, messages=messages), str(self._records.run_dir)
+        return self._world.on_first(lambda: self._reducer.corrected_table(all_ratios, run).model_dump_json(indent=1))
+
+    def _act_on_drift(self, ctx: StepContext, drift: CostDrift) -> None:
+        """Predict steps with the recorded costs from now on, on all ranks, and start to plan with them."""
+        table_text = self._corrected_table(ctx, drift.ratios)
         self._reducer.use_costs(CostTable.model_validate_json(table_text))
-        path = self._records.run_dir / RECORDED_COSTS_FILE
         self._records.note(
             f"step {ctx.step_number}: for {drift.num_steps} steps, actions took other times than the plan's costs say "
-            f"({drift.to_text()}). {path} holds the recorded costs; another plan is made with them beside the training"
+            f"({drift.to_text()}). {self._path} holds the recorded costs; another plan is made with them beside the "
+            "training"
         )
         if not self._world.is_first:
             return
         try:
-            write_whole(path, f"{table_text}\n")
+            write_whole(self._path, f"{table_text}\n")
         except OSError as error:
-            self._records.note(f"{path} could not be written, so no other plan is made: {error}")
+            self._records.note(f"{self._path} could not be written, so no other plan is made: {error}")
             return
         self.plan_with_recorded_costs()
 
@@ -97,8 +114,7 @@ class Replanning(StepHook):
         A run that is resumed does so too, since it may have ended before such a plan was made.
         """
         self.close()
-        path = self._records.run_dir / RECORDED_COSTS_FILE
-        self._planning = BackgroundPlanning(partial(self._plan_with_costs, costs=path))
+        self._planning = BackgroundPlanning(partial(self._plan_with_costs, costs=self._path))
 
     def _handle(self, outcome: PlanningOutcome) -> None:
         """Say what the new plan gains, if that is enough to act on."""
