@@ -167,6 +167,7 @@ class LayerScale(_Frozen):
     layer: LayerFields
     forward: Scale = 1.0
     backward: Scale = 1.0  # recomputation included
+    activations: Scale = 1.0  # bytes that recomputing the layer saves
 
 
 class CostTable(_Frozen):

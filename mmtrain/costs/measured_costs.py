@@ -217,6 +217,16 @@ class MeasuredCosts:
         self, layer: LayerShape, tp: int, load: TokenLoad, recompute: bool, *, input_grad: bool = True
     ) -> int:
         """Return the bytes one rank keeps between forward and backward of `layer`; see `CostModel`."""
+        nbytes = self._unscaled_activation_bytes(layer, tp, load, recompute, input_grad)
+        scale = self.table.scale_by_layer.get(_key(layer)) if self.table.layer_scales else None
+        if recompute or scale is None or scale.activations == 1.0:
+            return nbytes
+        not_saved = self._unscaled_activation_bytes(layer, tp, load, True, input_grad)
+        return not_saved + round(scale.activations * (nbytes - not_saved))
+
+    def _unscaled_activation_bytes(
+        self, layer: LayerShape, tp: int, load: TokenLoad, recompute: bool, input_grad: bool
+    ) -> int:
         entry = self._entry(layer, tp)
         if recompute and layer.offload != "none" and (layer.trainable or input_grad):
             return offloaded_bytes(self, self.model.hardware, layer, tp, load, input_grad)

@@ -47,6 +47,20 @@ def recorded_table(
     return scaled_table(costs, machine, precision, scales, ratios, run)
 
 
+def with_activation_ratios(
+    costs: CostModel, machine: Hardware, precision: Precision, shape: ModelShape, ratios: Mapping[str, float]
+) -> CostModel:
+    """Return costs whose layers keep so many times the bytes that recomputing them saves, by unit; seconds stay.
+
+    Where several units have the same layer, the last one counts.
+    """
+    scales: dict[str, LayerScale] = {}
+    for unit in shape.units:
+        for layer in map(layer_fields, unit.layers):
+            scales[layer_key(layer)] = LayerScale(layer=layer, activations=ratios.get(unit.name, 1.0))
+    return costs_of_table(scaled_table(costs, machine, precision, scales, RecordedRatios({}, {})), machine, precision)
+
+
 def scaled_table(
     costs: CostModel,
     machine: Hardware,
@@ -63,8 +77,12 @@ def scaled_table(
     scaled = dict(table.scale_by_layer)
     for key, scale in scales.items():
         before = table.scale_by_layer.get(key, LayerScale(layer=scale.layer))
-        forward, backward = before.forward * scale.forward, before.backward * scale.backward
-        scaled[key] = LayerScale(layer=scale.layer, forward=forward, backward=backward)
+        scaled[key] = LayerScale(
+            layer=scale.layer,
+            forward=before.forward * scale.forward,
+            backward=before.backward * scale.backward,
+            activations=before.activations * scale.activations,
+        )
     fields = {name: getattr(table, name) for name in CostTable.model_fields}
     corrected = {
         "run": run or table.run,

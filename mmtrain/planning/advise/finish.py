@@ -86,8 +86,12 @@ def _as_measured(chosen: Candidate, evaluator: Evaluator) -> MeasuredPlan | None
     if chosen.measured_step_s is None:
         return None
     fits_as_counted = chosen.peak_bytes <= evaluator.memory_bytes
+    if fits_as_counted:
+        return MeasuredPlan(step_time_s=chosen.measured_step_s)
     return MeasuredPlan(
-        step_time_s=chosen.measured_step_s, memory_ratio=None if fits_as_counted else chosen.memory_ratio
+        step_time_s=chosen.measured_step_s,
+        memory_ratio=chosen.memory_ratio,
+        ratio_by_rank=dict(chosen.ratio_by_rank),
     )
 
 

@@ -212,9 +212,15 @@ class GraphMemory:
         return memory
 
     def activation_limit(
-        self, graph: StageGraph, memory: Mapping[int, RankMemory], memory_bytes: float, host_memory_bytes: float
+        self,
+        graph: StageGraph,
+        memory: Mapping[int, RankMemory],
+        memory_bytes: Mapping[int, float],
+        host_memory_bytes: float,
     ) -> MemoryLimit:
         """Return what activations may take on each rank of `memory`: `memory_bytes` without state, buffers, margin.
+
+        memory_bytes: that each rank may hold, as counted.
 
         Those in host memory may take all of `host_memory_bytes`.
 
@@ -236,7 +242,7 @@ class GraphMemory:
         for rank, of_rank in memory.items():
             fixed = of_rank.parameters + of_rank.optimizer
             fixed += min(of_phase[rank].gradients + of_phase[rank].buffers for of_phase in of_phases)
-            managed_bytes = (memory_bytes - of_rank.communicators - of_rank.inputs) / (1 + MEMORY_MARGIN)
+            managed_bytes = (memory_bytes[rank] - of_rank.communicators - of_rank.inputs) / (1 + MEMORY_MARGIN)
             limit_bytes[rank] = math.floor(managed_bytes - fixed + ROUNDING_BYTES)
         if not any(host_nbytes.values()):
             return MemoryLimit(bytes_of, limit_bytes)

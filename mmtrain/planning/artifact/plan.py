@@ -296,6 +296,12 @@ class MeasuredPlan(_Frozen):
     step_time_s: float
     # By what its memory was counted too large; only where it fits by this alone, see `plan_memory.prove_memory`.
     memory_ratio: float | None = None
+    # The same for each rank of the first replica group; empty: they are not known, and `memory_ratio` is that of all.
+    ratio_by_rank: dict[int, float] = Field({})
+
+    def memory_ratio_of(self, rank: int) -> float:
+        """Return what a rank of the first replica group held beside what is counted for it."""
+        return self.ratio_by_rank.get(rank, 1.0 if self.memory_ratio is None else self.memory_ratio)
 
 
 class Plan(_Frozen):

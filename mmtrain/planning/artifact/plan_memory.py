@@ -45,10 +45,10 @@ def prove_memory(recipe: Recipe, plan: Plan, shape: ModelShape, device: DeviceMe
     graph = stage_graph(plan, shape)
     counted = _graph_memory(recipe, plan, shape)
     memory = _memory_by_rank(recipe, plan, graph, counted)
-    rank = max(memory, key=lambda number: memory[number].total)
-    ratio = 1.0
-    if plan.measured is not None and plan.measured.memory_ratio is not None:
-        ratio = plan.measured.memory_ratio
+    measured = plan.measured
+    ratios = {rank: 1.0 if measured is None else measured.memory_ratio_of(rank) for rank in memory}
+    rank = max(memory, key=lambda number: memory[number].total * ratios[number])
+    ratio = ratios[rank]
     if memory[rank].total * ratio > device.nbytes:
         as_run = "" if ratio == 1 else f" as counted, {ratio:.2f} of it as `plan --measure` found"
         need = f"rank {rank} needs {_need_text(memory[rank])}{as_run}"
@@ -61,7 +61,8 @@ def prove_memory(recipe: Recipe, plan: Plan, shape: ModelShape, device: DeviceMe
             f"{'here' if device.host_bytes == host_memory_bytes else f'of {plan.hardware}'} may use "
             f"{host_memory_bytes / GIB:.4g} GiB of it; what makes room is {HOST_REMEDY}"
         )
-    return counted.activation_limit(graph, memory, device.nbytes / ratio, host_memory_bytes)
+    limits = {rank: device.nbytes / ratio for rank, ratio in ratios.items()}
+    return counted.activation_limit(graph, memory, limits, host_memory_bytes)
 
 
 def plan_memory(recipe: Recipe, plan: Plan, shape: ModelShape) -> dict[int, RankMemory]:

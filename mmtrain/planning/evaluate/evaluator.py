@@ -107,12 +107,16 @@ class Evaluator:
         return self._estimators[num_replica_groups]
 
     def fit(
-        self, candidate: Candidate, num_in_flight: Mapping[StageId, int], memory_bytes: float | None = None
+        self,
+        candidate: Candidate,
+        num_in_flight: Mapping[StageId, int],
+        memory_bytes: float | None = None,
+        ratio_by_rank: Mapping[int, float] | None = None,
     ) -> Candidate | Rejected:
         """Recompute as few layers of a partitioned candidate as memory demands, under 1F1B.
 
         num_in_flight: microbatches of each stage between forward and backward, at most. memory_bytes: that ranks may
-        hold as counted; by default what they have.
+        hold; by default what they have. ratio_by_rank: what ranks hold beside what is counted for them, where known.
         """
         assert candidate.partition is not None
         fit = fit_memory(
@@ -122,6 +126,7 @@ class Evaluator:
             self.memory_bytes if memory_bytes is None else memory_bytes,
             num_in_flight,
             self.budget.evaluation,
+            ratio_by_rank or {},
         )
         if isinstance(fit, MemoryMisfit):
             return Rejected(candidate, fit.reason, fit.need_gib)
@@ -186,8 +191,9 @@ def verify_program(candidate: Candidate, evaluator: Evaluator) -> None:
     """
     graph = candidate.graph
     counted = evaluator.layer_costs.graph_memory(graph)
-    limit_bytes = evaluator.memory_bytes
-    if candidate.peak_bytes > limit_bytes and candidate.memory_ratio is not None:
-        limit_bytes /= candidate.memory_ratio
-    limit = counted.activation_limit(graph, candidate.memory, limit_bytes, evaluator.problem.hardware.host_memory_bytes)
+    limits = dict.fromkeys(candidate.memory, evaluator.memory_bytes)
+    if candidate.peak_bytes > evaluator.memory_bytes and candidate.memory_ratio is not None:
+        for rank in limits:
+            limits[rank] /= candidate.ratio_by_rank.get(rank, candidate.memory_ratio)
+    limit = counted.activation_limit(graph, candidate.memory, limits, evaluator.problem.hardware.host_memory_bytes)
     build_program(graph, limit, candidate.schedule.kind, candidate.schedule.order)

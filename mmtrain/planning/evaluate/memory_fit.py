@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from mmtrain.costs import RankMemory
 from mmtrain.costs.hardware import GIB
@@ -15,6 +16,23 @@ from mmtrain.planning.space.budget import DEFAULT_BUDGET, EvaluationBudget
 from mmtrain.planning.space.candidate import FittedLayout, LayerPartition, MeshAssignment
 from mmtrain.planning.space.sample_batches import batch_split_of
 from mmtrain.program.ir.graph import Stage, StageGraph, StageId
+
+NOTHING_KNOWN: Mapping[int, float] = {}
+
+
+class RankLimits(NamedTuple):
+    """What ranks may hold, if a rank holds so many times what is counted for it (1 where that is not known)."""
+
+    memory_bytes: float
+    ratio_by_rank: Mapping[int, float]
+
+    def counted_bytes(self, rank: int) -> float:
+        """Return the bytes that may be counted for a rank."""
+        return self.memory_bytes / self.ratio_by_rank.get(rank, 1.0)
+
+    def fullest_share(self, memory: Mapping[int, RankMemory]) -> float:
+        """Return what the fullest rank needs of what it may hold; above 1 it does not fit."""
+        return max(of_rank.total / self.counted_bytes(rank) for rank, of_rank in memory.items())
 
 
 @dataclass(frozen=True)
@@ -32,15 +50,18 @@ def fit_memory(
     memory_bytes: float,
     num_in_flight: Mapping[StageId, int],
     budget: EvaluationBudget = DEFAULT_BUDGET.evaluation,
+    ratio_by_rank: Mapping[int, float] = NOTHING_KNOWN,
 ) -> FittedLayout | MemoryMisfit:
     """Recompute the layers that memory demands, on each rank in the least time; or say why the layout cannot fit.
 
     memory_bytes: of a rank. num_in_flight: microbatches of each stage between forward and backward, at most.
+    ratio_by_rank: what a rank holds beside what is counted for it; 1 where it is not known.
 
     Buffers of whole units take the room of what later layers kept, so recomputation rarely adds to them. We first try
     without adding them.
     """
-    arguments = (assignment, partition, layer_costs, memory_bytes, num_in_flight, budget)
+    limits = RankLimits(memory_bytes, ratio_by_rank)
+    arguments = (assignment, partition, layer_costs, limits, num_in_flight, budget)
     if assignment.placement == "replicated":
         fit = _fit_memory(*arguments, recompute_adds_buffers=False)
         if isinstance(fit, FittedLayout):
@@ -52,7 +73,7 @@ def _fit_memory(
     assignment: MeshAssignment,
     partition: LayerPartition,
     layer_costs: LayerCosts,
-    memory_bytes: float,
+    limits: RankLimits,
     num_in_flight: Mapping[StageId, int],
     budget: EvaluationBudget,
     recompute_adds_buffers: bool,
@@ -66,14 +87,14 @@ def _fit_memory(
         graph = layout_graph(layout, layer_costs)
         phases = memory_phases(graph, num_in_flight)
         of_phases = [layer_costs.phase_memory(graph, phase) for phase in phases]
-        memory = max(of_phases, key=_fullest_bytes)
-        if _fullest_bytes(memory) <= memory_bytes:
+        memory = max(of_phases, key=limits.fullest_share)
+        if limits.fullest_share(memory) <= 1:
             return within_host_memory(FittedLayout(layout, graph, memory), layer_costs.host_memory_bytes)
         if not any(layer_costs.recompute[mesh.unit] == "auto" for mesh in graph.meshes):
             break
         for phase, of_phase in enumerate(of_phases):
             for first_rank in dict.fromkeys(stage.tp_groups[0][0] for stage in graph.stages):
-                excess_bytes = of_phase[first_rank].total - memory_bytes
+                excess_bytes = of_phase[first_rank].total - limits.counted_bytes(first_rank)
                 if excess_bytes > 0:
                     to_save[phase][first_rank] += excess_bytes / (1 + MEMORY_MARGIN)
         enough = [
@@ -83,10 +104,10 @@ def _fit_memory(
         if None in enough:
             recomputing_layout = partitioned_layout(assignment, layer_costs, partition, _all_free_layers(layer_costs))
             least_memory = layer_costs.memory(layout_graph(recomputing_layout, layer_costs), num_in_flight)
-            memory = min(memory, least_memory, key=_fullest_bytes)
+            memory = min(memory, least_memory, key=limits.fullest_share)
             break
         recompute = _joined(layers for layers in enough if layers is not None)
-    return explain_misfit(layer_costs, memory, memory_bytes)
+    return explain_misfit(layer_costs, memory, limits.memory_bytes)
 
 
 def within_host_memory(fitted: FittedLayout, host_memory_bytes: float) -> FittedLayout | MemoryMisfit:
@@ -100,11 +121,6 @@ def within_host_memory(fitted: FittedLayout, host_memory_bytes: float) -> Fitted
         f"rank {rank} keeps {need_bytes / GIB:.3g} GiB of activations in host memory, of which it may use "
         f"{host_memory_bytes / GIB:.3g} GiB (cluster.host_memory_gib)",
     )
-
-
-def _fullest_bytes(memory: Mapping[int, RankMemory]) -> float:
-    """Return the bytes of the rank that holds most."""
-    return max(rank.total for rank in memory.values())
 
 
 def _joined(layers_of_phases: Iterable[Mapping[str, frozenset[int]]]) -> dict[str, frozenset[int]]:

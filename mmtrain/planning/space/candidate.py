@@ -7,7 +7,7 @@ assignment share an id, and the search keeps the fastest of them.
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Protocol
 
@@ -170,7 +170,9 @@ class Candidate:
     explicit_schedule: SchedulePlan | None = None  # 1F1B or encoder-first where there is none
     simulation: Simulation | None = None
     measured_step_s: float | None = None  # infinite where it could not be run
-    memory_ratio: float | None = None  # as run, see `problem.StepMeasurement`
+    memory_ratio: float | None = None  # as run, see `artifact.plan.StepMeasurement`
+    ratio_by_rank: Mapping[int, float] = field(default_factory=dict)  # as run, by rank of the first replica group
+    is_out_of_memory: bool = False  # as run
 
     def bounded(self, seconds: float) -> "Candidate":
         """Return it with a lower bound of its step, at least as tight as before."""
