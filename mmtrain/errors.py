@@ -4,6 +4,7 @@
     |-- RunError                 exit 1   something broke while running
     |   |-- CheckpointError      exit 1   a checkpoint is damaged or missing
     |   |-- RankDied             exit 1   a rank was killed
+    |   |-- EndedBySignal        exit 1   a signal ended what saves nothing
     |   |-- TooManyBadSamples    exit 1   more samples are unusable than data.max_bad_rate allows
     |   |-- RemoteReadError      exit 1   a remote file cannot be read: outage, denied or changed
     |   `-- FolderTaken          exit 1   another run took over the run's folder
@@ -43,6 +44,10 @@ class RankDied(RunError):  # noqa: N818 - names what happened to a rank
     def __init__(self, message: str, rank: int) -> None:
         super().__init__(message)
         self.rank = rank
+
+
+class EndedBySignal(RunError):  # noqa: N818 - names what happened
+    """A signal ended what has nothing to save."""
 
 
 class TooManyBadSamples(RunError):  # noqa: N818 - names a state of the data

@@ -52,7 +52,7 @@ from mmtrain.runtime.execution.activity import Activity
 from mmtrain.runtime.execution.optimizer import UnitOptimizer
 from mmtrain.runtime.execution.rank_context import build_rank_context
 from mmtrain.runtime.execution.recorder import StepRecorder, clock_for
-from mmtrain.runtime.profiling.measure_plans import counted_memory
+from mmtrain.runtime.profiling.measured_turns import counted_memory
 from mmtrain.runtime.profiling.profile import ProfileRequest, profile
 from mmtrain.runtime.resilience.launch import launch_local
 from mmtrain.runtime.resilience.out_of_memory import predicted_peak_gib

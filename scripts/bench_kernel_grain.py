@@ -102,7 +102,7 @@ def compare(recipe_arguments: list[str], folder: Path, num_steps: int) -> Compar
     from mmtrain.planning.space.budget import DEFAULT_BUDGET
     from mmtrain.recipe import load_recipe
     from mmtrain.report import read_metrics
-    from mmtrain.runtime.profiling.measure_plans import measure_step_times
+    from mmtrain.runtime.profiling.measure_plans import LocalRanks, measure_plans
 
     table, plan_file, run = folder / "costs.json", folder / "plan.json", folder / "run"
     app(["profile", *recipe_arguments, "--tp", "1,2", "--out", str(table)], standalone_mode=False)
@@ -115,14 +115,14 @@ def compare(recipe_arguments: list[str], folder: Path, num_steps: int) -> Compar
     by_layers = plan(problem, budget=at_layers)
     app(["plan", *recipe_arguments, "--out", str(plan_file)], standalone_mode=False)
     in_pieces = type(by_layers).model_validate_json(plan_file.read_text(encoding="utf-8"))
-    measured = measure_step_times(recipe, [by_layers, in_pieces], num_steps)
+    runs = measure_plans(recipe, [by_layers, in_pieces], LocalRanks(), num_steps)
     steps = ["--set", f"train.steps={max(10, num_steps // 2)}"]
     app(["train", *recipe_arguments, *steps, "--plan", str(plan_file), "--run-dir", str(run)], standalone_mode=False)
     trained = [step["step_time_s"] for step in read_metrics(run)]
     order = in_pieces.schedule.order or {0: ()}
     return Comparison(
         predicted=(by_layers.predicted.step_time_s, in_pieces.predicted.step_time_s),
-        measured=(measured[0], measured[1]),
+        measured=(runs[0].seconds, runs[1].seconds),
         trained_s=statistics.median(trained[len(trained) // 4 :]),
         num_fills=sum(line.startswith(("PF llm", "PB llm")) or "|" in line for line in order[0]),
     )

@@ -9,6 +9,7 @@ the machine idle all the same: other work slows messages more than GEMMs.
 import statistics
 import tempfile
 import wave
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,11 @@ from mmtrain.data.synthetic.demo import generate_demo
 from mmtrain.data.synthetic.digits import prepare_digits
 from mmtrain.errors import PlanError
 from mmtrain.planning import Plan
+from mmtrain.planning.artifact.plan import StepMeasurement
 from mmtrain.planning.space.constraints import sizes_to_measure
 from mmtrain.planning.space.problem import PlanRequest
 from mmtrain.recipe import Recipe
-from mmtrain.runtime.profiling.measure_plans import measure_step_times
+from mmtrain.runtime.profiling.measure_plans import LocalRanks, measure_plans
 from mmtrain.runtime.profiling.profile import ProfileRequest, profile
 from scripts.measurements import Report
 from scripts.plans import fastest_plan
@@ -92,7 +94,7 @@ def compared(report: Report, name: str, folder: Path, costs: Path | None, rounds
     settings = settings.model_copy(update={"cluster": settings.cluster.model_copy(update={"costs": table})})
     plans = every_plan(settings, index.lengths)
     print(f"{name}: {rounds} rounds of {len(plans)} plans", flush=True)
-    steps = measure_step_times(settings, plans, rounds)
+    steps = [run.seconds for run in measure_plans(settings, plans, LocalRanks(), rounds)]
     measured = [Ranked(p, statistics.median(seconds)) for p, seconds in zip(plans, steps, strict=True)]
     report.table(f"{name}, {rounds} rounds", "measured", "ranked", "ms", "predicted ms", "ratio")
     in_order = sorted(measured, key=lambda ranked: ranked.seconds)
@@ -117,9 +119,9 @@ def every_plan(settings: Recipe, lengths: SampleLengths) -> list[Plan]:
     """Return every plan of two ranks: the ranked ones, then those of placements that the ranking lacks."""
     plans: list[Plan] = []
 
-    def as_predicted(candidate: Plan) -> float:
-        plans.append(candidate)
-        return candidate.predicted.step_time_s
+    def as_predicted(candidates: Sequence[Plan]) -> list[StepMeasurement]:
+        plans.extend(candidates)
+        return [StepMeasurement(candidate.predicted.step_time_s) for candidate in candidates]
 
     for placement in ("auto", "unified", "disaggregated", "colocated"):
         if placement not in {candidate.placement for candidate in plans}:

@@ -1,15 +1,8 @@
-"""The cluster that a recipe is planned for, or this machine where the recipe leaves it open; and runs of plans here."""
+"""The cluster that a recipe is planned for, or this machine where the recipe leaves it open."""
 
-import math
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from mmtrain.recipe import Recipe
-
-if TYPE_CHECKING:
-    from mmtrain.planning import Plan
-    from mmtrain.planning.artifact.plan import StepMeasurement
 
 # What the drivers of the GPUs that torch.cuda knows create: NVIDIA's, NVIDIA's under WSL, AMD's.
 GPU_DRIVER_FILES = (Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/dev/kfd"))
@@ -70,36 +63,3 @@ def require_costs(recipe: Recipe) -> None:
             f"cluster.costs: {table} has no entry for these layers ({'; '.join(missing)}): they are modelled from the "
             "hardware preset; `mmtrain profile` on such hardware measures them"
         )
-
-
-def plan_timer(recipe: Recipe) -> "Callable[[Plan], StepMeasurement]":
-    """Return a function that runs a few steps of a plan here and returns what they took.
-
-    `plan --measure` ranks plans by it. The function prints each result to stderr; a plan that fails while it runs takes
-    infinitely long.
-    """
-    from mmtrain.api.recipe_index import print_note
-    from mmtrain.errors import RunError
-    from mmtrain.planning.artifact.plan import StepMeasurement
-    from mmtrain.recipe import require_runnable
-    from mmtrain.report.plain_text import seconds_text
-    from mmtrain.report.scaling import layout_text
-
-    require_runnable(recipe, "plan --measure")
-    from mmtrain.runtime.profiling.measure_plans import measure_step
-
-    def measured(plan: "Plan") -> StepMeasurement:
-        try:
-            step = measure_step(recipe, plan)
-        except RunError as error:
-            print_note(f"{layout_text(plan)}: failed to run: {str(error).splitlines()[0]}")
-            return StepMeasurement(math.inf)
-        if step.is_out_of_memory:
-            print_note(f"{layout_text(plan)}: out of memory")
-            return step
-        seconds = f"{seconds_text(step.seconds)} per step, predicted {seconds_text(plan.predicted.step_time_s)}"
-        held = "" if step.memory_ratio is None else f"; {step.memory_ratio:.2f} of the memory that is counted"
-        print_note(f"{layout_text(plan)}: {seconds}{held}")
-        return step
-
-    return measured

@@ -39,7 +39,11 @@ def plan(
     ] = None,
     measure: Annotated[
         bool,
-        typer.Option("--measure", help="Run the best plans for three steps on this machine and choose the fastest."),
+        typer.Option(
+            "--measure",
+            help="Run the best plans for three steps, here or on all ranks that torchrun or srun started, and choose "
+            "the fastest.",
+        ),
     ] = False,
     cuts: Annotated[
         int,

@@ -8,18 +8,19 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from shlex import quote
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from mmtrain.api.local_cluster import plan_timer, require_costs
+from mmtrain.api.local_cluster import require_costs
+from mmtrain.api.measured_plans import join_launched_ranks, plan_timer, started_ranks
 from mmtrain.api.plans import PlannedRun, is_saved_plan, make_plan, plan_for_each_count, read_or_make_plan
 from mmtrain.api.recipe_index import index_recipe
 from mmtrain.api.stage_runs import require_one_stage
 from mmtrain.balance import SampleLengths
 from mmtrain.cli.options import require_writable, text_width
 from mmtrain.cli.plan_arguments import cluster_overrides, parse_gpu_counts, parse_layout
-from mmtrain.errors import UserError, writing
+from mmtrain.errors import MmtrainError, UserError, writing
 from mmtrain.planning.advise.baselines import BASELINES
 from mmtrain.planning.space.problem import PlanRequest
 from mmtrain.recipe import Recipe, WrittenRecipe, is_runnable, load_recipe, read_recipe
@@ -28,6 +29,9 @@ from mmtrain.report.plain_text import render_text
 from mmtrain.report.plan_difference_table import difference_json, difference_table
 from mmtrain.report.run_cost import states_costs
 from mmtrain.report.scaling import LimitedRun, choice_text, scaling_json, scaling_rows, scaling_table
+
+if TYPE_CHECKING:
+    from mmtrain.runtime.profiling.launched_ranks import LaunchedRanks
 
 BAR_DELAY_S = 1.0  # a shorter search shows no bar
 LINE_DELAY_S = 10.0  # where stderr is no terminal, a shorter search prints no line
@@ -155,35 +159,63 @@ class PlanOptions:
 def run_plan(options: PlanOptions) -> None:
     """Plan for the recipe, or for each of its stages in turn, and print the plans.
 
-    What is wrong with options or recipe is said before anything slow starts.
+    What is wrong with options or recipe is said before anything slow starts. With `--measure` under a launcher, the
+    first rank does all of that, and the others run their parts of plans.
     """
     if options.diff is not None:
         options.check()
         typer.echo(_difference_text(options, options.diff))
         return
-    for run in _runs(options):
-        run.check()
-        gpu_counts, settings_changed = run.gpu_counts, run.settings_changed
-        settings = load_recipe(run.recipe, settings_changed).recipe
-        compared = _compared_recipe(run, settings_changed, settings)
-        if run.out is not None:
-            require_writable("--out", run.out, "plan")
-        limited_run = _limited_run(run, settings)
-        require_costs(settings)
-        lengths = index_recipe(settings).lengths
-        if gpu_counts is not None:
-            _compare_gpu_counts(run, settings, lengths, gpu_counts, limited_run)
-            continue
-        with_hints = not run.as_json and not run.measure
-        with planning_bar() as progress:
-            request = _request(run, settings, progress)
-            planned = make_plan(settings, lengths, request, compared=compared, with_hints=with_hints)
-        typer.echo(planned.plan.model_dump_json(indent=2) if run.as_json else _plan_text(planned, run, settings))
-        if run.out is not None:
-            with writing("--out", run.out, "plan"):
-                planned.plan.save(run.out)
-            if not run.as_json:
-                typer.echo(_next_commands(settings, run.recipe, settings_changed, run.out))
+    with _launched_ranks(options) as ranks:
+        for run in _runs(options):
+            run.check()
+            gpu_counts, settings_changed = run.gpu_counts, run.settings_changed
+            settings = load_recipe(run.recipe, settings_changed).recipe
+            compared = _compared_recipe(run, settings_changed, settings)
+            if run.out is not None:
+                require_writable("--out", run.out, "plan")
+            limited_run = _limited_run(run, settings)
+            started = started_ranks(settings, ranks)
+            require_costs(settings)
+            lengths = index_recipe(settings).lengths
+            if gpu_counts is not None:
+                _compare_gpu_counts(run, settings, lengths, gpu_counts, limited_run)
+                continue
+            with_hints = not run.as_json and not run.measure
+            with planning_bar() as progress:
+                request = _request(run, settings, progress, ranks)
+                planned = make_plan(
+                    settings, lengths, request, started=started, compared=compared, with_hints=with_hints
+                )
+            typer.echo(planned.plan.model_dump_json(indent=2) if run.as_json else _plan_text(planned, run, settings))
+            if run.out is not None:
+                with writing("--out", run.out, "plan"):
+                    planned.plan.save(run.out)
+                if not run.as_json:
+                    typer.echo(_next_commands(settings, run.recipe, settings_changed, run.out))
+
+
+@contextmanager
+def _launched_ranks(options: PlanOptions) -> Iterator["LaunchedRanks | None"]:
+    """Give the ranks that a launcher started, on the first of them; None where plans are not run, or here alone.
+
+    The other ranks take part in what the first one runs, and end with its exit code.
+    """
+    ranks = join_launched_ranks() if options.measure else None
+    if ranks is None:
+        yield None
+        return
+    if not ranks.is_first:
+        raise typer.Exit(ranks.follow())
+    exit_code = 1
+    try:
+        yield ranks
+        exit_code = 0
+    except MmtrainError as error:
+        exit_code = error.exit_code
+        raise
+    finally:
+        ranks.end(exit_code)
 
 
 def _difference_text(options: PlanOptions, diff: Path) -> str:
@@ -229,13 +261,18 @@ def _compared_recipe(options: PlanOptions, settings_changed: list[str], settings
     return load_recipe(options.recipe, [*settings_changed, *sizes]).recipe
 
 
-def _request(options: PlanOptions, settings: Recipe, progress: PlanningBar) -> PlanRequest:
-    """Return what the options ask of the planner; of the plans of several numbers of GPUs one loser is named."""
+def _request(
+    options: PlanOptions, settings: Recipe, progress: PlanningBar, ranks: "LaunchedRanks | None" = None
+) -> PlanRequest:
+    """Return what the options ask of the planner; of the plans of several numbers of GPUs one loser is named.
+
+    ranks: of a launcher, on which `--measure` runs plans.
+    """
     return PlanRequest(
         num_alternatives=1 if options.gpus is not None else options.top,
         explain=options.explain and options.gpus is None,
         baseline=options.baseline,
-        measure=plan_timer(settings) if options.measure else None,
+        measure=plan_timer(settings, ranks) if options.measure else None,
         num_measured=options.cuts,
         progress=progress,
         announce=progress.announce,

@@ -64,6 +64,7 @@ class Address:
     ranks_per_node: int = 1  # that are lost together; of our own launcher, whose ranks share one node, each by itself
     origin: str = field(default="", compare=False)  # the variables that say so, with their values
     job: str = field(default="", compare=False)  # as the launcher calls it; two of one machine differ
+    has_store: bool = False  # another process holds the store in which the ranks meet: the one that started rank 0
 
     @property
     def ranks_here(self) -> int:
@@ -340,13 +341,18 @@ def reject_shared_devices(devices: Sequence[object]) -> None:
             )
 
 
-def join(address: Address) -> World:
+def join(address: Address, *, on_host: bool = False) -> World:
     """Join the default process group; after `leave`, the same ranks may join again.
+
+    A group that this process has from before ends: that of a model that it computed alone, or of a run that failed.
+
+    on_host: the ranks exchange objects only. They take no GPU, whose memory is left to other processes.
 
     Raises LaunchError when the port cannot be used, a rank does not arrive in time, or two ranks have one GPU.
     """
+    leave()
     prepare_allocator()
-    cuda = torch.cuda.is_available()
+    cuda = torch.cuda.is_available() and not on_host
     device = torch.device("cpu")
     if cuda:
         device = torch.device("cuda", device_index(address.local_rank, torch.cuda.device_count()))
@@ -452,7 +458,7 @@ def has_agent_store(address: Address, env: Mapping[str, str] = os.environ) -> bo
 
 
 def _hosts_store(address: Address) -> bool:
-    return address.rank == 0 and not has_agent_store(address)
+    return address.rank == 0 and not address.has_store and not has_agent_store(address)
 
 
 def _store_prefix(address: Address, meeting: int) -> str:

@@ -14,8 +14,8 @@ from tests.flow.runs import RECIPE, SMALL
 from tests.waiting import MAX_WAIT_S
 
 
-def slurm_task(rank: int, size: int, _: Path, request: TrainRequest, port: int) -> int:
-    """Be what srun starts as one task; return the exit code."""
+def become_slurm_task(rank: int, size: int, port: int) -> None:
+    """Set the variables by which srun tells a task its place."""
     os.environ |= {
         "SLURM_PROCID": str(rank),
         "SLURM_STEP_NUM_TASKS": str(size),
@@ -24,6 +24,11 @@ def slurm_task(rank: int, size: int, _: Path, request: TrainRequest, port: int) 
         "MASTER_PORT": str(port),
         "GLOO_SOCKET_IFNAME": "lo",
     }
+
+
+def slurm_task(rank: int, size: int, _: Path, request: TrainRequest, port: int) -> int:
+    """Be what srun starts as one task; return the exit code."""
+    become_slurm_task(rank, size, port)
     try:
         start_training(request)
     except MmtrainError as e:

@@ -21,7 +21,7 @@ from mmtrain.runtime.resilience.signals import STOP_SIGNALS
 from mmtrain.runtime.training.train_request import TrainRequest
 from tests.distributed import fork_ranks
 from tests.faults import FailInEachPhase
-from tests.flow.launched import slurm_task
+from tests.flow.launched import become_slurm_task, slurm_task
 from tests.flow.runs import launch_here
 
 NUM_RANKS = 2
@@ -48,6 +48,12 @@ def torchrun_command(command: Callable[[], int], max_restarts: int = 0) -> list[
 def slurm(request: TrainRequest) -> list[int]:
     """Run `mmtrain train` as the tasks of a SLURM step; return their exit codes, -9 for one that was killed."""
     [codes] = fork_ranks(1, _step_daemon, request)
+    return list(codes)
+
+
+def slurm_command(command: Callable[[], int], num_tasks: int = NUM_RANKS) -> list[int]:
+    """Run processes that do this as the tasks of a SLURM step; return their exit codes, what `command` returns."""
+    [codes] = fork_ranks(1, _step_daemon_of_command, command, num_tasks)
     return list(codes)
 
 
@@ -112,13 +118,31 @@ def _torchrun_rank(request: TrainRequest) -> None:
 
 def _step_daemon(_rank: int, _size: int, folder: Path, request: TrainRequest) -> list[int]:
     port = free_port()
-    tasks: list[int] = []
-    for rank in range(NUM_RANKS):
+    return _run_tasks([partial(slurm_task, rank, NUM_RANKS, folder, request, port) for rank in range(NUM_RANKS)])
+
+
+def _step_daemon_of_command(
+    _rank: int, _size: int, _folder: Path, command: Callable[[], int], num_tasks: int
+) -> list[int]:
+    port = free_port()
+    return _run_tasks([partial(_slurm_process, rank, num_tasks, port, command) for rank in range(num_tasks)])
+
+
+def _slurm_process(rank: int, num_tasks: int, port: int, command: Callable[[], int]) -> int:
+    """Be a task that srun starts, which does this."""
+    become_slurm_task(rank, num_tasks, port)
+    return command()
+
+
+def _run_tasks(tasks: list[Callable[[], int]]) -> list[int]:
+    """Do each in a process of its own; return their exit codes."""
+    pids: list[int] = []
+    for task in tasks:
         pid = os.fork()
         if not pid:
-            os._exit(_exit_code(partial(slurm_task, rank, NUM_RANKS, folder, request, port)))
-        tasks.append(pid)
-    return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in tasks]
+            os._exit(_exit_code(task))
+        pids.append(pid)
+    return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
 
 
 def _exit_code(train: Callable[[], int]) -> int:

@@ -2,6 +2,7 @@
 
 import math
 from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain, repeat
 from typing import Any
@@ -15,11 +16,16 @@ from mmtrain.planning import Plan
 from mmtrain.planning.artifact.plan import StepMeasurement
 from mmtrain.planning.artifact.plan_memory import DeviceMemory, prove_memory
 from mmtrain.planning.planner import plan
-from mmtrain.planning.space.problem import PlanRequest
+from mmtrain.planning.space.problem import MeasurePlans, PlanRequest
 from mmtrain.recipe.settings.schema import Recipe
 from tests.planning.factory import problem_for, recipe
 
 SETTINGS = recipe(global_batch=4)  # with half the microbatches of the other tests, since these plan twice
+
+
+def of_each(measure: Callable[[Plan], StepMeasurement]) -> MeasurePlans:
+    """Return what measures plans one by one."""
+    return lambda plans: [measure(candidate) for candidate in plans]
 
 
 def planned(settings: Recipe, world_size: int = 4, **request: Any) -> Plan:
@@ -50,7 +56,7 @@ def test_the_plan_that_measures_fastest_is_chosen() -> None:
         asked.append(candidate)
         return StepMeasurement(30.0 - len(asked) if len(asked) <= 4 else 40.0)  # then rules of thumb are run
 
-    chosen = planned(SETTINGS, num_alternatives=3, num_measured=4, measure=backwards)
+    chosen = planned(SETTINGS, num_alternatives=3, num_measured=4, measure=of_each(backwards))
     predicted = [p.predicted.step_time_s for p in asked[:4]]
     assert predicted == sorted(predicted)
     assert chosen.units == asked[3].units
@@ -69,7 +75,7 @@ def test_layer_partitions_of_the_best_sizes_are_measured() -> None:
         return StepMeasurement(1.0 + len(asked))
 
     settings = recipe(parallel={"placement": "disaggregated"})  # which has sizes of several cuts
-    planned(settings, num_alternatives=2, num_measured=6, measure=measure)
+    planned(settings, num_alternatives=2, num_measured=6, measure=of_each(measure))
     by_size = defaultdict(list)
     for run in asked[:6]:
         llm = run.units["llm"]
@@ -89,7 +95,7 @@ def test_runs_that_the_best_sizes_do_not_need_go_to_the_next_sizes() -> None:
 
     settings = recipe(vision=None, parallel={"placement": "unified", "llm": {"pp": 1}})
     ranking = planned(settings)
-    planned(settings, num_alternatives=1, num_measured=3, measure=measure)
+    planned(settings, num_alternatives=1, num_measured=3, measure=of_each(measure))
     predicted = [run.predicted.step_time_s for run in asked[:3]]
     assert len({(run.units["llm"].tp, run.units["llm"].dp) for run in asked[:3]}) == 3
     others = sorted(a.step_time_s for a in ranking.alternatives if a.step_time_s is not None)
@@ -104,19 +110,21 @@ def test_a_rule_of_thumb_that_measures_fastest_is_chosen() -> None:
     def measure(candidate: Plan) -> StepMeasurement:
         return StepMeasurement(1.0 if candidate.units == rule.units else 2.0)
 
-    chosen = planned(SETTINGS, num_alternatives=2, num_measured=2, measure=measure)
+    chosen = planned(SETTINGS, num_alternatives=2, num_measured=2, measure=of_each(measure))
     assert chosen.units == rule.units
     assert not any("megatron baseline" in a.summary for a in chosen.alternatives)
 
 
 def test_plans_that_cannot_be_run_are_not_chosen() -> None:
     seconds = chain([math.inf, 1.0], repeat(math.inf))
-    chosen = planned(SETTINGS, num_alternatives=3, num_measured=3, measure=lambda _: StepMeasurement(next(seconds)))
+    chosen = planned(
+        SETTINGS, num_alternatives=3, num_measured=3, measure=of_each(lambda _: StepMeasurement(next(seconds)))
+    )
     reasons = [a.reason for a in chosen.alternatives]
     assert reasons.count("could not be run here") == 2
     assert len({*reasons}) > 1  # rules of thumb, which could not be run either
     with pytest.raises(PlanError, match="none of the 2 plans predicted to be fastest could be run"):
-        planned(SETTINGS, num_alternatives=2, num_measured=2, measure=lambda _: StepMeasurement(math.inf))
+        planned(SETTINGS, num_alternatives=2, num_measured=2, measure=of_each(lambda _: StepMeasurement(math.inf)))
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +148,7 @@ def test_recomputation_is_taken_back_where_runs_leave_room(tight: tuple[Recipe, 
             return StepMeasurement(math.inf, is_out_of_memory=True)
         return StepMeasurement(1.0 + _num_recomputed(candidate), memory_ratio=0.8)
 
-    chosen = planned(settings, world_size=2, num_alternatives=1, num_measured=1, measure=measure)
+    chosen = planned(settings, world_size=2, num_alternatives=1, num_measured=1, measure=of_each(measure))
     assert _num_recomputed(chosen) < _num_recomputed(modelled)
     assert 0.026 < max(chosen.predicted.peak_memory_gib.values()) <= 0.026 / 0.8
     assert chosen.measured is not None
@@ -161,10 +169,31 @@ def test_recomputation_is_added_where_a_run_ends_without_memory(tight: tuple[Rec
             return StepMeasurement(math.inf, is_out_of_memory=True)
         return StepMeasurement(1.0, memory_ratio=1.15)
 
-    chosen = planned(settings, world_size=2, num_alternatives=1, num_measured=1, measure=measure)
+    chosen = planned(settings, world_size=2, num_alternatives=1, num_measured=1, measure=of_each(measure))
     assert _num_recomputed(chosen) > _num_recomputed(modelled)
     assert chosen.measured is not None
     assert chosen.measured.memory_ratio is None  # it fits as counted
+
+
+def test_what_is_run_again_is_compared_with_a_plan_that_is_run_beside_it(tight: tuple[Recipe, Plan]) -> None:
+    """The machine takes twice as long by then, so 1.5 s beside a plan that took 1 s and now takes 2 s are 0.75 s."""
+    settings, _ = tight
+    calls: list[Sequence[Plan]] = []
+
+    def measure(plans: Sequence[Plan]) -> list[StepMeasurement]:
+        calls.append(plans)
+        if len(calls) == 1:
+            misfit = StepMeasurement(math.inf, 1.1, is_out_of_memory=True)
+            return [misfit, *(StepMeasurement(1.0) for _ in plans[1:])]
+        return [StepMeasurement(2.0), StepMeasurement(1.5)]
+
+    chosen = planned(settings, world_size=2, num_alternatives=2, num_measured=2, measure=measure)
+    first, (reference, again) = calls
+    assert reference.units == first[1].units
+    assert chosen.units == again.units
+    assert _num_recomputed(chosen) > _num_recomputed(first[0])
+    assert chosen.measured is not None
+    assert chosen.measured.step_time_s == 0.75
 
 
 def test_meshes_whose_state_alone_is_too_large_are_rejected_for_memory() -> None:

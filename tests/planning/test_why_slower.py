@@ -8,6 +8,7 @@ import pytest
 
 from mmtrain.planning.advise.why_slower import explain_measured_slower, explain_slower
 from mmtrain.planning.artifact.layout import Layout, MeshSize, disaggregated_units, unified_units
+from mmtrain.planning.artifact.plan import StepMeasurement
 from mmtrain.planning.space.candidate import Candidate
 from mmtrain.program import StageId
 from tests.planning import factory
@@ -71,9 +72,13 @@ def test_a_plan_that_idles_longer_names_the_bubble(even: Candidate) -> None:
 
 def test_a_measured_ratio_is_listed_before_the_predicted_one(even: Candidate) -> None:
     slow = changed(simulated((0, 2, 6)), step_time_s=1.5 * even.step_time_s)
-    chosen = even.measured(2.0)
+    chosen, of_2_5 = even.measured(StepMeasurement(2.0)), StepMeasurement(2.5)
     ratios = "1.25x slower as measured, 1.50x as predicted"
-    assert explain_measured_slower(slow.measured(2.5), chosen) == f"{ratios}; layers by stage: vision 5, llm 2+4"
+    of_same_size = explain_measured_slower(slow.measured(of_2_5), chosen)
+    assert of_same_size == f"{ratios}; layers by stage: vision 5, llm 2+4"
     single = changed(simulated((0, 6)), step_time_s=1.5 * even.step_time_s)
-    assert explain_measured_slower(single.measured(2.5), chosen) == ratios, "its size says what differs"
-    assert explain_measured_slower(slow.measured(math.inf), chosen) == "could not be run here"
+    assert explain_measured_slower(single.measured(of_2_5), chosen) == ratios, "its size says what differs"
+    assert explain_measured_slower(slow.measured(StepMeasurement(math.inf)), chosen) == "could not be run here"
+    for ratio, text in ((1.2, "ran out of memory: a rank held 1.20 of its counted peak"), (0.7, "ran out of memory")):
+        misfit = slow.measured(StepMeasurement(math.inf, ratio, is_out_of_memory=True))
+        assert explain_measured_slower(misfit, chosen) == text

@@ -146,7 +146,7 @@ def test_a_killed_rank_is_named() -> None:
 
 
 def test_ranks_that_have_nothing_to_save_end_at_once() -> None:
-    assert _outcome(2, _stops_when_asked, saves_on_stop=False) == "RunError: ended by SIGTERM"
+    assert _outcome(2, _stops_when_asked, saves_on_stop=False) == "EndedBySignal: ended by SIGTERM"
 
 
 def _hangs_up(address: Address) -> None:

@@ -1,8 +1,11 @@
 import socket
 
 import pytest
+import torch.distributed as dist
 
 from mmtrain.errors import LaunchError
+from mmtrain.models.megatron import ParallelGroups
+from mmtrain.runtime.resilience.launch import free_port
 from mmtrain.runtime.world import (
     SLURM_PORTS,
     Address,
@@ -14,6 +17,7 @@ from mmtrain.runtime.world import (
     has_agent_store,
     introduce_address,
     join,
+    leave,
     limit_threads,
     prepare_allocator,
     reject_shared_devices,
@@ -141,6 +145,15 @@ def test_unusable_variables_are_named(changes: dict[str, str], named: str) -> No
     env = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "MASTER_ADDR": "x", "MASTER_PORT": "1234"} | changes
     with pytest.raises(LaunchError, match=named):
         find_address(env)
+
+
+def test_a_process_that_computed_a_model_alone_may_join_others() -> None:
+    ParallelGroups.single()
+    for _ in range(2):  # the second time without leaving, as after a run that failed
+        world = join(Address(0, 1, 0, "127.0.0.1", free_port(), "mmtrain"))
+        assert world.all_gather("here") == ["here"]
+    leave()
+    assert not dist.is_initialized()
 
 
 def test_a_port_in_use_is_refused_at_once() -> None:

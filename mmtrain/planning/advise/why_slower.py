@@ -55,6 +55,10 @@ def explain_measured_slower(slower: Candidate, chosen: Candidate) -> str:
     """Return one line on a candidate that was run and took longer than the chosen one, or could not be run."""
     assert slower.measured_step_s is not None
     assert chosen.measured_step_s is not None
+    if slower.is_out_of_memory:
+        ratio = slower.memory_ratio or 0.0
+        estimate = f": a rank held {ratio:.2f} of its counted peak" if ratio > 1 else ""
+        return f"ran out of memory{estimate}"
     if math.isinf(slower.measured_step_s):
         return "could not be run here"
     measured_ratio = slower.measured_step_s / chosen.measured_step_s

@@ -282,11 +282,13 @@ class Alternative(_Frozen):
 
 @dataclass(frozen=True)
 class StepMeasurement:
-    """What a few steps of a plan took on this machine."""
+    """What a few steps of a plan took."""
 
     seconds: float  # of one step; infinity where the plan could not be run
-    # The bytes of the rank that held most beside what was counted for it and for the batches run; None: unknown.
+    # The bytes of the rank that held most beside what was counted for it and for the batches run; None: unknown. Where
+    # memory ran out, what a rank held then beside its counted peak: it needs at least so much more.
     memory_ratio: float | None = None
+    ratio_by_rank: tuple[float, ...] = ()  # the same of every rank; empty: unknown
     is_out_of_memory: bool = False
 
 

@@ -6,7 +6,7 @@ assignment share an id, and the search keeps the fastest of them.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Protocol
@@ -14,7 +14,7 @@ from typing import Protocol
 from mmtrain.costs import RankMemory
 from mmtrain.costs.hardware import GIB
 from mmtrain.planning.artifact.layout import Layout, MeshSize, replicated_summary
-from mmtrain.planning.artifact.plan import AS_FAST_RATIO, Alternative, Placement, SchedulePlan
+from mmtrain.planning.artifact.plan import AS_FAST_RATIO, Alternative, Placement, SchedulePlan, StepMeasurement
 from mmtrain.planning.space.sample_batches import BatchSplit, unit_split
 from mmtrain.program.ir.graph import LLM, DispatchMode, Exchange, StageGraph, StageId
 
@@ -200,10 +200,27 @@ class Candidate:
         self._require(CandidateStage.FITTED)
         return replace(self, stage=CandidateStage.SIMULATED, simulation=simulation)
 
-    def measured(self, seconds: float, memory_ratio: float | None = None) -> "Candidate":
-        """Return it with the seconds of its step as run, and what its ranks held beside what was counted."""
+    def measured(self, step: StepMeasurement) -> "Candidate":
+        """Return it with what was seen when it was run."""
         self._require(CandidateStage.SIMULATED)
-        return replace(self, stage=CandidateStage.MEASURED, measured_step_s=seconds, memory_ratio=memory_ratio)
+        return replace(
+            self,
+            stage=CandidateStage.MEASURED,
+            measured_step_s=step.seconds,
+            memory_ratio=step.memory_ratio,
+            ratio_by_rank=self._largest_ratios(step.ratio_by_rank),
+            is_out_of_memory=step.is_out_of_memory,
+        )
+
+    def _largest_ratios(self, of_all: Sequence[float]) -> dict[int, float]:
+        """Return for each rank of the first replica group the largest ratio of the ranks that hold its stages."""
+        if not of_all:
+            return {}
+        stages = [frozenset(stage for stage, _ in self.graph.held_by(rank)) for rank in range(len(of_all))]
+        largest: dict[frozenset[StageId], float] = {}
+        for held, ratio in zip(stages, of_all, strict=True):
+            largest[held] = max(ratio, largest.get(held, ratio))
+        return {rank: largest[stages[rank]] for rank in self.memory}
 
     @property
     def placement(self) -> Placement:

@@ -4,7 +4,7 @@ A search reports how far it is, and how it allocated ranks to units.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,8 @@ from mmtrain.planning.space.constraints import RecomputeMode, SequenceParallelSe
 from mmtrain.planning.space.sample_batches import SampledBatches
 from mmtrain.recipe.settings.schema import Recipe
 
-MeasureStep = Callable[[Plan], StepMeasurement]  # runs a few steps of a plan
+# Runs a few steps of each plan; plans of one call take turns, step by step.
+MeasurePlans = Callable[[Sequence[Plan]], Sequence[StepMeasurement]]
 Progress = Callable[[int, int], None]  # candidates that are decided, and the number of all
 
 PERCENT = 100
@@ -69,7 +70,7 @@ class PlanRequest:
     num_alternatives: int = 5  # losers that the plan names, each with the reason it lost
     explain: bool = False  # name every loser
     baseline: str | None = None  # return the plan that this rule of thumb makes (`advise.baselines.BASELINES`)
-    measure: MeasureStep | None = None  # runs the plans predicted fastest; the fastest as run is chosen
+    measure: MeasurePlans | None = None  # runs the plans predicted fastest; the fastest as run is chosen
     num_measured: int = 12  # plans that are run: sizes and layer partitions of them, not counting rules of thumb
     progress: Progress | None = None
     allocation_watch: AllocationWatch | None = None  # learns how ranks were allocated, and the seconds of it

@@ -1,152 +1,170 @@
-"""Run plans for a few steps on this machine: `mmtrain plan --measure` ranks them by their measured step times."""
+"""Run plans for a few steps on the ranks that are to train: `mmtrain plan --measure` ranks them by what they took."""
 
-import json
 import math
 import statistics
-import tempfile
-from collections.abc import Sequence
-from dataclasses import asdict
-from functools import partial
-from pathlib import Path
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
-import numpy as np
 import torch
 
-from mmtrain.balance import BatchMeta
-from mmtrain.costs import RankMemory, TokenLoad, preset_for_device
-from mmtrain.data import BatchBuilder, GroupStream, build_index
-from mmtrain.errors import RunError, UserError
-from mmtrain.planning.artifact.balancing_targets import derive_step_targets
-from mmtrain.planning.artifact.plan import LargestMicrobatch, Plan, StepMeasurement
+from mmtrain.costs import machine_for
+from mmtrain.costs.find_hardware import is_same_hardware
+from mmtrain.costs.hardware import GIB
+from mmtrain.errors import UserError
+from mmtrain.models.shapes.model_shape import build_model_shape
+from mmtrain.planning.artifact.plan import Plan, StepMeasurement
+from mmtrain.planning.artifact.plan_files import with_planned_groups
 from mmtrain.planning.artifact.plan_memory import plan_memory
-from mmtrain.program.ir.step_loads import step_loads
 from mmtrain.recipe import Recipe
-from mmtrain.runtime.execution.rank_context import RankContext, build_rank_context
-from mmtrain.runtime.resilience.launch import launch_local
-from mmtrain.runtime.resilience.out_of_memory import (
-    held_memory_bytes,
-    is_out_of_memory,
-    peak_memory_bytes,
-    peak_reserved_bytes,
-)
-from mmtrain.runtime.world import Address, join, leave
+from mmtrain.report.scaling import layout_text
+from mmtrain.runtime.execution.fault_points import FaultPoints
+from mmtrain.runtime.profiling.measured_turns import LaunchPart, TurnFailure, Turns, run_part
+from mmtrain.runtime.resilience.launch import local_addresses
+from mmtrain.runtime.world import detect_hardware
 
-PLAN_WARM_UP_STEPS = 2  # fill caches and open connections
 MEASURED_STEPS = 3
 
-RESULT_FILE = "measured.json"
-OUT_OF_MEMORY_FILE = "out_of_memory"
+
+class MeasuringRanks(Protocol):
+    """What runs plans: ranks of this machine, or all that a launcher started (`LaunchedRanks`)."""
+
+    def require_match(self, plan: Plan) -> None:
+        """Raise UserError if these ranks are not what the plan was made for."""
+
+    def run(self, turns: Turns) -> Sequence[LaunchPart]:
+        """Run the turns until they end, or until a rank fails."""
 
 
-def measure_step(recipe: Recipe, plan: Plan) -> StepMeasurement:
-    """Run a few steps of the plan on this machine; return its step time and memory.
+class LocalRanks:
+    """Ranks that are started on this machine, as many as a plan has."""
 
-    The time is the slowest rank's, median of a few steps after warm-up. The plan trains on the run's own first batches,
-    loaded before the clock starts, with a learning rate of 0. Running out of memory is a result.
+    def require_match(self, plan: Plan) -> None:
+        """See `MeasuringRanks`."""
+        hardware = detect_hardware()
+        if not is_same_hardware(plan.hardware, hardware):
+            raise UserError(
+                f"--measure: the plan is for {plan.hardware} and this machine is {hardware}; leave --measure out, or "
+                "start `mmtrain plan --measure` on the cluster, with torchrun or srun as for training"
+            )
+        if torch.cuda.is_available() and plan.world_size > torch.cuda.device_count():
+            raise UserError(
+                f"--measure: the plan is for {plan.world_size} ranks and this machine has {torch.cuda.device_count()} "
+                "GPUs; start `mmtrain plan --measure` on as many, with torchrun or srun as for training, or measure on "
+                "one node with --set cluster.ranks"
+            )
+
+    def run(self, turns: Turns) -> Sequence[LaunchPart]:
+        """See `MeasuringRanks`."""
+        return [run_part(turns, local_addresses(turns.world_size))]
+
+
+@dataclass
+class PlanRun:
+    """What was seen of a plan in its turns."""
+
+    plan: Plan
+    seconds: list[float] = field(default_factory=list)  # of the slowest rank, by step
+    memory_ratios: tuple[float, ...] = ()  # by rank, see `StepMeasurement`; empty: unknown
+    failure: TurnFailure | None = None  # because of which the plan was left out
+
+    @property
+    def measurement(self) -> StepMeasurement:
+        """The median of its steps; infinite for a plan that was left out."""
+        if self.failure is None:
+            fullest = max(self.memory_ratios, default=None)
+            return StepMeasurement(statistics.median(self.seconds), fullest, self.memory_ratios)
+        if not self.failure.is_out_of_memory:
+            return StepMeasurement(math.inf)
+        at_least = self.failure.held_bytes / self.failure.counted_bytes
+        return StepMeasurement(math.inf, at_least, is_out_of_memory=True)
+
+
+def measure_plans(
+    recipe: Recipe,
+    plans: Sequence[Plan],
+    ranks: MeasuringRanks,
+    num_steps: int = MEASURED_STEPS,
+    faults: FaultPoints | None = None,
+    note: Callable[[str], None] = lambda _: None,
+) -> list[PlanRun]:
+    """Measure `num_steps` steps of each plan, after warm-up, and return what was seen, in the order of the plans.
+
+    Plans of as many ranks take turns, step by step. A plan that runs out of memory or fails otherwise is left out, and
+    the others go on in new processes where they were.
+
+    note: told of each plan that is left out, when it happens.
 
     Raises:
-        UserError: the plan is for other hardware, or for more GPUs than this machine has.
-        RunError: the plan could not be run for another reason than memory.
+        UserError: a plan is for other hardware or for more ranks than there are, or the input of the ranks is wrong.
+        RunError: the ranks fail before any plan is built.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            measured = _run(recipe, [plan], MEASURED_STEPS, Path(folder))
-        except RunError:
-            if not (Path(folder) / OUT_OF_MEMORY_FILE).exists():
-                raise
-            return StepMeasurement(math.inf, is_out_of_memory=True)
-    return StepMeasurement(statistics.median(measured.seconds[0]), measured.memory_ratio)
-
-
-def measure_step_times(recipe: Recipe, plans: Sequence[Plan], num_steps: int) -> list[list[float]]:
-    """Return the seconds of `num_steps` steps of each plan, after warm-up; all plans need the same number of ranks.
-
-    The plans alternate step by step, so that other work on the machine slows all of them alike; they must fit into
-    memory together. Otherwise as `measure_step_time`.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        return _run(recipe, plans, num_steps, Path(folder)).seconds
-
-
-class _RunResult(NamedTuple):
-    seconds: list[list[float]]  # of the slowest rank, (plans, steps)
-    memory_ratio: float  # see `StepMeasurement`; of all plans together
-
-
-def _run(recipe: Recipe, plans: Sequence[Plan], num_steps: int, folder: Path) -> _RunResult:
-    """Run the plans in turn, in processes of their own, which leave their results in `folder`."""
-    hardware = preset_for_device(torch.cuda.get_device_name(0) if torch.cuda.is_available() else None)
-    world_size = plans[0].world_size
-    assert all(plan.world_size == world_size for plan in plans), "they run in the same processes"
     for plan in plans:
-        if plan.hardware != hardware:
-            raise UserError(
-                f"--measure: the plan is for {plan.hardware} and this machine is {hardware}; leave --measure out"
-            )
-    if torch.cuda.is_available() and world_size > torch.cuda.device_count():
-        raise UserError(
-            f"--measure: the plan is for {world_size} ranks and this machine has {torch.cuda.device_count()} "
-            "GPUs; measure on one node with --set cluster.ranks, or leave --measure out"
-        )
-    launch_local(world_size, partial(_run_rank, recipe, plans, num_steps, folder))
-    return _RunResult(**json.loads((folder / RESULT_FILE).read_text(encoding="utf-8")))
+        ranks.require_match(plan)
+    runs = [PlanRun(plan) for plan in plans]
+    for world_size in dict.fromkeys(plan.world_size for plan in plans):
+        of_size = [run for run in runs if run.plan.world_size == world_size]
+        _measure_in_turn(recipe, of_size, ranks, num_steps, faults or FaultPoints(), note)
+    return runs
 
 
-def _run_rank(recipe: Recipe, plans: Sequence[Plan], num_steps: int, folder: Path, address: Address) -> None:
-    """Run the plans in turn as one rank; rank 0 writes what all saw, and a rank without memory says so."""
-    try:
-        _measure_as_rank(recipe, plans, num_steps, folder, address)
-    except Exception as error:
-        if is_out_of_memory(error):
-            (folder / OUT_OF_MEMORY_FILE).touch()
-        raise
+def _measure_in_turn(
+    recipe: Recipe,
+    runs: Sequence[PlanRun],
+    ranks: MeasuringRanks,
+    num_steps: int,
+    faults: FaultPoints,
+    note: Callable[[str], None],
+) -> None:
+    """Run plans of as many ranks until each has its steps, or has failed; add to `runs` what was seen."""
+    recipe = with_planned_groups(recipe, runs[0].plan)  # one problem's plans have groups of one size
+    stay_built = fit_together(recipe, [run.plan for run in runs])
+    while left := {n: run for n, run in enumerate(runs) if run.failure is None and len(run.seconds) < num_steps}:
+        plans = {number: run.plan for number, run in left.items()}
+        num_done = {number: len(run.seconds) for number, run in left.items()}
+        parts = ranks.run(Turns(recipe, plans, num_done, num_steps, stay_built, faults))
+        for part in parts:
+            if part.error is not None:
+                raise part.error
+            for turn in part.turns:
+                runs[turn.plan].seconds.append(turn.seconds)
+                runs[turn.plan].memory_ratios = tuple(turn.memory_ratios or runs[turn.plan].memory_ratios)
+        failures = [failure for part in parts for failure in part.failures]
+        if not failures:
+            return  # all turns were taken
+        cause = min(failures, key=lambda failure: (not failure.is_out_of_memory, failure.is_secondary))
+        if cause.is_out_of_memory and cause.num_built > 1:
+            stay_built = False  # the others took the memory, so the plan has another turn by itself
+            continue
+        runs[cause.plan].failure = cause
+        note(describe_failure(cause, runs[cause.plan].plan))
 
 
-def _measure_as_rank(recipe: Recipe, plans: Sequence[Plan], num_steps: int, folder: Path, address: Address) -> None:
-    world = join(address)
-    if world.device.type == "cpu":
-        torch.set_num_threads(1)  # a rank is one core, as in training
-    bytes_before = held_memory_bytes(world.device)
-    index = build_index(recipe)
-    stream = GroupStream.of(recipe, index)
-    targets = [derive_step_targets(recipe, plan, index.lengths) for plan in plans]
-    contexts = [build_rank_context(recipe, plan, world) for plan in plans]
-    builders = [BatchBuilder(index, recipe, context.needs, context.num_microbatches) for context in contexts]
-    seconds: list[list[float]] = []  # of this rank, (steps, plans)
-    counted_bytes = communicator_bytes = 0.0
-    for step in range(PLAN_WARM_UP_STEPS + num_steps):
-        seconds.append([])
-        counted: list[RankMemory] = []
-        for context, builder, plan, plan_targets in zip(contexts, builders, plans, targets, strict=True):
-            num_groups = recipe.train.num_groups
-            batch = stream.batch(step, num_groups, context.dp, context.num_microbatches, plan_targets)
-            data = builder.build(batch)
-            world.barrier()
-            record = context.train(data, lr=0.0).record
-            seconds[-1].append(record.end_s - record.start_s)
-            counted.append(counted_memory(recipe, plan, context, batch))
-        counted_bytes = max(counted_bytes, sum(memory.total for memory in counted))
-        communicator_bytes = sum(memory.communicators for memory in counted)
-    # What communicators hold is not the allocator's, so it is taken as counted.
-    held = (peak_reserved_bytes(world.device) or peak_memory_bytes(world.device)) - bytes_before + communicator_bytes
-    all_seconds = np.array(world.all_gather(seconds))  # (ranks, steps, plans)
-    ratios = np.array(world.all_gather(held / counted_bytes))
-    if world.is_first:
-        slowest = all_seconds.max(axis=0)[PLAN_WARM_UP_STEPS:]
-        result = {"seconds": slowest.T.tolist(), "memory_ratio": float(ratios.max())}
-        (folder / RESULT_FILE).write_text(json.dumps(result), encoding="utf-8")
-    leave()
+def fit_together(recipe: Recipe, plans: Sequence[Plan]) -> bool:
+    """Return whether all plans can stay built on their ranks: of those that wait, weights and their state remain."""
+    shape = build_model_shape(recipe)
+    waiting_bytes = 0.0
+    peaks = []
+    for plan in plans:
+        memory = plan_memory(recipe, plan, shape).values()
+        state = (of_rank.parameters + of_rank.gradients + of_rank.optimizer for of_rank in memory)
+        waiting_bytes += max(state) + max(of_rank.communicators for of_rank in memory)
+        peaks.append(max(of_rank.total for of_rank in memory))
+    return waiting_bytes + max(peaks) <= machine_for(recipe, plans[0].hardware).memory_bytes
 
 
-def counted_memory(recipe: Recipe, plan: Plan, context: RankContext, batch: BatchMeta) -> RankMemory:
-    """Return what the memory model counts for this rank if no microbatch is larger than those of the batch."""
-    largest: dict[str, TokenLoad] = {}
-    for mb, load in step_loads(context.graph, batch).loads.items():
-        if mb.unit not in largest or load.tokens > largest[mb.unit].tokens:
-            largest[mb.unit] = load
-    microbatches = {unit: LargestMicrobatch(**asdict(load)) for unit, load in largest.items()}
-    of_batch = plan.model_copy(update={"data": plan.data.model_copy(update={"largest_microbatch": microbatches})})
-    by_rank = plan_memory(recipe, of_batch, context.shape)
-    fullest = max(by_rank.values(), key=lambda memory: memory.total)
-    return by_rank.get(context.world.rank, fullest)  # ranks of other replica groups hold what those of the first hold
+def describe_failure(failure: TurnFailure, plan: Plan) -> str:
+    """Say why a plan was left out; if memory ran out, by how much its estimate was wrong at least."""
+    layout = layout_text(plan)
+    if not failure.is_out_of_memory:
+        return f"{layout}: failed to run on rank {failure.rank}, and is left out: {failure.text}"
+    held_gib, counted_gib = failure.held_bytes / GIB, failure.counted_bytes / GIB
+    error = failure.held_bytes / failure.counted_bytes - 1
+    if error > 0:
+        estimate = f"the estimate is too small by {error:.0%} at least"
+    else:
+        estimate = "the estimate is not exceeded by what was held, so one large piece or another process had no room"
+    return (
+        f"{layout}: out of memory on rank {failure.rank}, and left out: the rank held {held_gib:.3g} GiB, and "
+        f"{counted_gib:.3g} GiB were counted for its peak; {estimate}"
+    )

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +25,7 @@ from typing import Self
 import torch
 
 from mmtrain.errors import (
+    EndedBySignal,
     LaunchError,
     MmtrainError,
     RankDied,
@@ -45,6 +46,7 @@ PEER_STOP_GRACE_S = 5.0  # the same, after a peer has stopped and saved
 _PORTS = range(20_000, 32_768)
 _MAX_PORTS_TRIED = 100
 LAUNCHER_POLL_S = 1.0
+END_POLL_S = 0.5  # between two questions whether ranks must end because of ranks of another machine
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,23 @@ class _RankExit:
 
 
 def launch_local(num_ranks: int, target: Callable[[Address], None], saves_on_stop: bool = False) -> None:
-    """Run `target` in `num_ranks` processes of this machine and wait for all of them.
+    """Run `target` in `num_ranks` processes of this machine and wait for all of them; see `launch_here`."""
+    launch_here(local_addresses(num_ranks), target, saves_on_stop)
+
+
+def local_addresses(num_ranks: int) -> list[Address]:
+    """Return the addresses of ranks that all run on this machine, and meet at a free port of it."""
+    port = free_port()
+    return [Address(rank, num_ranks, rank, "127.0.0.1", port, "mmtrain") for rank in range(num_ranks)]
+
+
+def launch_here(
+    addresses: Sequence[Address],
+    target: Callable[[Address], None],
+    saves_on_stop: bool = False,
+    must_end: Callable[[], bool] | None = None,
+) -> None:
+    """Run `target` as these ranks, in a process of this machine for each, and wait for all of them.
 
     On CPU the ranks are forked, so that torch and Megatron are imported once; CUDA does not survive a fork, and a
     program that calls this may have chosen to spawn (`multiprocessing.set_start_method`). When a rank fails the others
@@ -67,11 +85,13 @@ def launch_local(num_ranks: int, target: Callable[[Address], None], saves_on_sto
 
     That holds for a `target` that listens to stop signals and saves (`saves_on_stop`), also if this process is killed:
     then its ranks get SIGTERM. The ranks of any other target end at once.
+
+    must_end: asked from time to time; True where ranks of other machines have failed, which the ranks here may wait
+    for in vain. Then they are ended, and RunError is raised.
     """
     # Two calls rather than a computed name: the type of a context depends on its name.
     must_spawn = torch.cuda.is_available() or mp.get_start_method(allow_none=True) == "spawn"
     context = mp.get_context("spawn") if must_spawn else mp.get_context("fork")
-    port = free_port()
     ranks: dict[BaseProcess, Connection] = {}
     with SignalPipe() as signals:
         # Blocked, a signal that comes before a rank listens stays pending; its default action would end the rank.
@@ -80,17 +100,16 @@ def launch_local(num_ranks: int, target: Callable[[Address], None], saves_on_sto
             # A process group that this process has left ends its threads when it is collected. They do not survive a
             # fork, so a rank that collected it would wait for them for ever: ranks collect nothing made before them.
             gc.freeze()
-            for rank in range(num_ranks):
+            for address in addresses:
                 receiver, sender = context.Pipe(duplex=False)
-                address = Address(rank, num_ranks, rank, "127.0.0.1", port, "mmtrain")
                 process = context.Process(
-                    target=_rank_main, args=(target, address, sender, saves_on_stop), name=f"rank {rank}"
+                    target=_rank_main, args=(target, address, sender, saves_on_stop), name=f"rank {address.rank}"
                 )
                 process.start()
                 sender.close()
                 ranks[process] = receiver
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            _watch(ranks, signals, saves_on_stop)
+            _watch(ranks, [address.rank for address in addresses], signals, saves_on_stop, must_end)
         finally:
             gc.unfreeze()
             _kill(ranks)
@@ -131,9 +150,18 @@ def _wait_for_launcher(when_orphaned: Callable[[], None]) -> None:
     when_orphaned()
 
 
-def _watch(ranks: dict[BaseProcess, Connection], signals: SignalPipe, saves_on_stop: bool) -> None:
-    """Wait until all ranks have succeeded; raise the failure that caused the others, or the signal that ended them."""
-    running = {process.sentinel: rank for rank, process in enumerate(ranks)}
+def _watch(
+    ranks: dict[BaseProcess, Connection],
+    numbers: Sequence[int],
+    signals: SignalPipe,
+    saves_on_stop: bool,
+    must_end: Callable[[], bool] | None,
+) -> None:
+    """Wait until all ranks have succeeded; raise the failure that caused the others, or the signal that ended them.
+
+    numbers: of the ranks, in their order.
+    """
+    running = {process.sentinel: index for index, process in enumerate(ranks)}
     processes, reports = list(ranks), list(ranks.values())
     exits: list[_RankExit] = []
     deadline_s: float | None = None  # none until a rank has failed
@@ -142,11 +170,13 @@ def _watch(ranks: dict[BaseProcess, Connection], signals: SignalPipe, saves_on_s
         left_s = None if deadline_s is None else deadline_s - time.monotonic()
         if left_s is not None and left_s <= 0:
             break
+        if must_end is not None:
+            left_s = END_POLL_S if left_s is None else min(left_s, END_POLL_S)
         ready = wait([*running, signals.reader], left_s)
         if signals.reader in ready:
             received = signals.read()
             if not saves_on_stop:
-                raise RunError(f"ended by {received[0].name}")
+                raise EndedBySignal(f"ended by {received[0].name}")
             num_interrupts += received.count(signal.SIGINT)
             if num_interrupts > 1:
                 raise RunError("interrupted twice: all ranks were ended without saving")
@@ -157,16 +187,20 @@ def _watch(ranks: dict[BaseProcess, Connection], signals: SignalPipe, saves_on_s
             )
             _send_signal([process for process in processes if process.is_alive()], signal.SIGTERM)
         for sentinel in [sentinel for sentinel in running if sentinel in ready]:
-            rank = running.pop(sentinel)
-            processes[rank].join()
-            if processes[rank].exitcode:
-                rank_exit = _read_exit(rank, processes[rank], reports[rank])
+            index = running.pop(sentinel)
+            processes[index].join()
+            if processes[index].exitcode:
+                rank_exit = _read_exit(numbers[index], processes[index], reports[index])
                 exits.append(rank_exit)
                 has_stopped = rank_exit.code == StoppedAndSaved.exit_code
                 grace_end_s = time.monotonic() + (PEER_STOP_GRACE_S if has_stopped else PEER_FAILURE_GRACE_S)
                 deadline_s = grace_end_s if deadline_s is None else min(deadline_s, grace_end_s)
+        if not ready and must_end is not None and must_end():
+            break
     if exits:
         raise _first_failure(exits)
+    if running:
+        raise RunError("ended with ranks of other processes, one of which has failed")
 
 
 def _read_exit(rank: int, process: BaseProcess, report: Connection) -> _RankExit:

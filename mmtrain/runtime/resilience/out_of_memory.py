@@ -46,6 +46,18 @@ def held_memory_bytes(device: torch.device) -> int:
     return psutil.Process().memory_info().rss
 
 
+def start_memory_peak(device: torch.device) -> int:
+    """Forget the peak of a CUDA allocator so far; return what is held now, with what the allocator keeps.
+
+    A process without a GPU cannot forget its peak.
+    """
+    if device.type != "cuda":
+        return held_memory_bytes(device)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    return torch.cuda.memory_reserved(device)
+
+
 def peak_reserved_bytes(device: torch.device) -> int | None:
     """Return the most memory that the CUDA allocator has taken from the GPU so far, with its gaps; None without one."""
     return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None
