@@ -11,9 +11,10 @@ from mmtrain.report.comparison import comparison_cells, comparison_head
 from mmtrain.report.drawing import DARK_COLORS, LIGHT_COLORS, UNIT_COLORS, Color, svg, unit_color
 from mmtrain.report.idle_time import IDLE_MEANINGS, IDLE_NAMES
 from mmtrain.report.logged_totals import PHASE_HEAD, PHASE_TITLE, SOURCE_HEAD, phase_rows, sum_sources
-from mmtrain.report.plain_text import memory_text, seconds_text
+from mmtrain.report.plain_text import memory_text, seconds_text, time_spread_text
 from mmtrain.report.plan_picture import plan_drawing
 from mmtrain.report.rank_groups import layers_text, recompute_text, stage_ranks
+from mmtrain.report.recorded_spread import recorded_spread
 from mmtrain.report.report_contents import (
     ReportContents,
     drawn_steps,
@@ -23,6 +24,7 @@ from mmtrain.report.report_contents import (
     run_costs,
 )
 from mmtrain.report.report_tables import MIN_FULL_BAR_SHARE, balance_rows, critical_path_cells, figure_text, memory_rows
+from mmtrain.report.stage_spread import STAGE_SPREAD_HEAD, STAGE_SPREAD_NOTE, STAGE_SPREAD_TITLE, stage_spreads
 from mmtrain.report.timeline_picture import curve_drawing, timeline_drawing
 
 MAX_UNFOLDED_ROWS = 16  # a longer table of stages is folded
@@ -44,6 +46,7 @@ def html_page(contents: ReportContents) -> str:
         "Idle time": _idle_time(contents),
         "Peak memory of each rank": _memory(contents),
         "Time per step, predicted and measured" if contents.trace else "Predicted time per step": _comparison(contents),
+        STAGE_SPREAD_TITLE: _stage_spreads(contents),
         PHASE_TITLE: _phases(contents),
         "Load balance by grouping method": _balance(contents.grouping_scores, contents.grouping_method),
         "Training": _training(contents.metrics),
@@ -239,6 +242,15 @@ def _comparison(contents: ReportContents) -> str:
     summary = f"All {len(rows) - 1} stages and directions"
     details = f"<details><summary>{summary}</summary>{_table(head, rows)}</details>"
     return _table(head, rows[-1:]) + details + note  # the last row is the step
+
+
+def _stage_spreads(contents: ReportContents) -> str:
+    rows = [spread.cells() for spread in stage_spreads(contents.trace, contents.simulated)]
+    if not rows:
+        return ""
+    spread = recorded_spread(contents.trace, contents.simulated, contents.plan)
+    recorded = f" Recorded {time_spread_text(spread.ranks, spread.layers)}." if spread is not None else ""
+    return f"{_table(STAGE_SPREAD_HEAD, rows)}<p>{escape(STAGE_SPREAD_NOTE + recorded)}</p>"
 
 
 def _balance(scores: Sequence[GroupingScore], chosen: str) -> str:

@@ -15,7 +15,9 @@ from mmtrain.report.comparison import ComparisonRow, RunTrace, critical_path_row
 from mmtrain.report.logged_totals import measured_phases, predicted_phases, sum_sources
 from mmtrain.report.metrics_record import steady_steps
 from mmtrain.report.rank_groups import num_replica_groups, ranks_to_draw
+from mmtrain.report.recorded_spread import recorded_spread
 from mmtrain.report.run_cost import RunCost, states_costs
+from mmtrain.report.stage_spread import stage_spreads
 from mmtrain.report.timeline_picture import MAX_DRAWN_RANKS, DrawnStep
 
 
@@ -222,6 +224,7 @@ def report_json(contents: ReportContents) -> dict[str, Any]:
     """Return all numbers of a report as JSON."""
     plan = contents.plan
     predicted, measured = idle_shares(contents)
+    spread = recorded_spread(contents.trace, contents.simulated, plan)
     return {
         "name": contents.name,
         "plan_sha256": plan.sha256,
@@ -238,6 +241,8 @@ def report_json(contents: ReportContents) -> dict[str, Any]:
             "limit_gib": contents.memory_limit_gib,
         },
         "seconds": [row.to_json() for row in contents.comparison],
+        "stages": [asdict(spread) for spread in stage_spreads(contents.trace, contents.simulated)],
+        "time_spread": None if spread is None else asdict(spread),
         "grouping": [
             {
                 "method": score.method,

@@ -10,8 +10,9 @@ from rich.table import Table
 from mmtrain.report.comparison import COMPUTE_TID, comparison_cells, comparison_head
 from mmtrain.report.live_display import sparkline
 from mmtrain.report.logged_totals import PHASE_HEAD, PHASE_TITLE, SOURCE_HEAD, phase_rows, sum_sources
-from mmtrain.report.plain_text import DEFAULT_WIDTH, memory_text, render_text
+from mmtrain.report.plain_text import DEFAULT_WIDTH, memory_text, render_text, time_spread_text
 from mmtrain.report.plan_view import plan_table
+from mmtrain.report.recorded_spread import recorded_spread
 from mmtrain.report.report_contents import (
     ReportContents,
     drawn_steps,
@@ -21,6 +22,7 @@ from mmtrain.report.report_contents import (
     run_costs,
 )
 from mmtrain.report.report_tables import MIN_FULL_BAR_SHARE, balance_rows, critical_path_cells, figure_text, memory_rows
+from mmtrain.report.stage_spread import STAGE_SPREAD_HEAD, STAGE_SPREAD_NOTE, STAGE_SPREAD_TITLE, stage_spreads
 from mmtrain.report.timeline_picture import DrawnStep
 
 _LABEL_COLUMNS = 9  # `rank 123 `
@@ -47,6 +49,11 @@ def report_text(contents: ReportContents, width: int = DEFAULT_WIDTH) -> str:
         title = "Time per step, predicted and measured" if is_measured else "Predicted time per step"
         rows = [comparison_cells(row, is_measured) for row in contents.comparison]
         parts.append(_table(title, ("stage", *comparison_head(is_measured)), rows))
+    if spreads := stage_spreads(contents.trace, contents.simulated):
+        cells = [spread.cells() for spread in spreads]
+        parts += [_table(STAGE_SPREAD_TITLE, STAGE_SPREAD_HEAD, cells), STAGE_SPREAD_NOTE]
+    if spread := recorded_spread(contents.trace, contents.simulated, contents.plan):
+        parts.append(f"Recorded {time_spread_text(spread.ranks, spread.layers)}.")
     if contents.grouping_scores:
         head, rows, note = balance_rows(contents.grouping_scores, contents.grouping_method)
         parts += [_table("Load balance by grouping method", head, rows), note]

@@ -263,7 +263,11 @@ def test_a_record_sums_its_time_by_kind_and_its_traffic_by_edge() -> None:
 
 def test_steps_of_a_run_share_a_time_axis() -> None:
     timeline = measured_timeline(chain(Unit("vision"), Unit("llm"), n=1), two_ranks(), lambda rank, action: 4)
-    trace = run_trace([MeasuredStep(3, 50.0, timeline), MeasuredStep(7, 80.0, timeline)], "abc", 2e-6)
+    trace = run_trace(
+        [MeasuredStep(number, start_s, timeline, {"llm": (5, 6)}) for number, start_s in ((3, 50.0), (7, 80.0))],
+        "abc",
+        2e-6,
+    )
     require_trace(trace)
     spans = [e for e in trace["traceEvents"] if e["ph"] == "X"]
     assert [e["ts"] for e in spans[5:]] == pytest.approx([e["ts"] + 30e6 for e in spans[:5]])
@@ -274,8 +278,8 @@ def test_steps_of_a_run_share_a_time_axis() -> None:
         "step_time_us": 10e6,
         "plan_sha256": "abc",
         "steps": [
-            {"step": 3, "ts": 0.0, "dur": 10e6, "bubbles": idle},
-            {"step": 7, "ts": 30e6, "dur": 10e6, "bubbles": idle},
+            {"step": 3, "ts": 0.0, "dur": 10e6, "bubbles": idle, "tokens": {"llm": [5, 6]}},
+            {"step": 7, "ts": 30e6, "dur": 10e6, "bubbles": idle, "tokens": {"llm": [5, 6]}},
         ],
         "clock_error_us": 2.0,
     }

@@ -4,7 +4,7 @@ import math
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -177,14 +177,15 @@ class MeasuredStep:
     number: int  # counts from 1
     start_s: float  # on the clock that all steps of the run share
     timeline: Timeline
+    tokens: Mapping[str, Sequence[int]] = field(default_factory=dict)  # unit -> of each microbatch of each replica
 
 
 def run_trace(steps: Sequence[MeasuredStep], plan_sha256: str, clock_error_s: float) -> dict[str, Any]:
     """Return recorded steps as one Chrome trace, on one time axis that starts with the first of them.
 
     `otherData` holds the mean step time, and in addition to what every trace has: `steps` (of each its number, `ts` and
-    `dur` in microseconds, and `bubbles`, the idle time by kind as shares) and `clock_error_us`, how far the clocks of
-    two ranks may differ.
+    `dur` in microseconds, `bubbles`, the idle time by kind as shares, and `tokens`, by unit those of each microbatch)
+    and `clock_error_us`, how far the clocks of two ranks may differ.
     """
     first = steps[0].start_s
     shifted: list[Span] = []
@@ -201,6 +202,7 @@ def run_trace(steps: Sequence[MeasuredStep], plan_sha256: str, clock_error_s: fl
                 "ts": (s.start_s - first) * 1e6,
                 "dur": s.timeline.step_time_s * 1e6,
                 "bubbles": s.timeline.bubble_shares(),
+                "tokens": {unit: list(tokens) for unit, tokens in s.tokens.items()},
             }
             for s in steps
         ],

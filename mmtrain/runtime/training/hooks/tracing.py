@@ -1,6 +1,7 @@
 """Trace the steps that `train.trace_steps` names."""
 
 import json
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import cast
@@ -46,8 +47,12 @@ class RunTracer:
         def bytes_moved(rank: int, action: Collective) -> int:
             return timing.collective(rank, action, participants(self._graph, rank, action)).nbytes
 
+        tokens: defaultdict[str, list[int]] = defaultdict(list)
+        for microbatch, load in outcome.loads.loads.items():
+            tokens[microbatch.unit].append(load.tokens)
         start_s = min(record.start_s for record in records.values())
-        self._steps.append(MeasuredStep(step_number, start_s, measured_timeline(self._graph, records, bytes_moved)))
+        timeline = measured_timeline(self._graph, records, bytes_moved)
+        self._steps.append(MeasuredStep(step_number, start_s, timeline, tokens))
         self._clock_error_s = max(self._clock_error_s, 2 * max(offset.error_s for _, offset in parts))
         trace = run_trace(self._steps, self._plan_sha256, self._clock_error_s)
         write_whole(self._path, json.dumps(trace))
