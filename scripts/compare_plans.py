@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from scripts.measurements import children_s, set_options
 
@@ -45,25 +46,30 @@ def cases() -> Iterator[tuple[str, list[str]]]:
             yield f"demo-{placement}-{ranks}", ["recipes/demo.yaml", *set_options(settings)]
 
 
+def plan(tree: Path, arguments: list[str]) -> tuple[dict[str, Any], float]:
+    """Plan with the code of `tree`; return the plan, or a reason and a code if there is none, and processor seconds."""
+    environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "mmtrain", "plan", *arguments, "--json"]
+    before = children_s()
+    done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=False)
+    seconds = children_s() - before
+    if done.returncode == 0:
+        return json.loads(done.stdout), seconds
+    lines = [line for line in done.stderr.splitlines() if not line.startswith("planning: ")]
+    return {"reason": "\n".join(lines), "code": done.returncode}, seconds
+
+
 def save(folder: Path, tree: Path, only: str | None) -> None:
     """Plan every case with the code of `tree`; write its plan and seconds."""
     folder.mkdir(parents=True, exist_ok=True)
-    environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
     for name, arguments in cases():
         if only is not None and only not in name:
             continue
-        command = [sys.executable, "-m", "mmtrain", "plan", *arguments, "--explain", "--json"]
-        before = children_s()
-        done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=False)
-        seconds = children_s() - before
-        if done.returncode == 0:
-            result = json.loads(done.stdout)
-        else:
-            lines = [line for line in done.stderr.splitlines() if not line.startswith("planning: ")]
-            result = {"reason": "\n".join(lines), "code": done.returncode}
+        result, seconds = plan(tree, [*arguments, "--explain"])
         (folder / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         (folder / f"{name}.seconds").write_text(f"{seconds:.2f}\n", encoding="utf-8")
-        print(f"{name}: {seconds:.1f} s{'' if done.returncode == 0 else f', exit {done.returncode}'}", flush=True)
+        ended = f", exit {result['code']}" if "code" in result else ""
+        print(f"{name}: {seconds:.1f} s{ended}", flush=True)
 
 
 def differences(old: object, new: object, path: str = "") -> Iterator[tuple[str, object, object]]:
