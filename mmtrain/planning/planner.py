@@ -21,7 +21,7 @@ from mmtrain.planning.evaluate.lower_bounds import describe_excluded
 from mmtrain.planning.formulate import require_feasible
 from mmtrain.planning.search.best_first_search import CUT_SHORT_LABEL
 from mmtrain.planning.search.mesh_enumeration import unit_mesh_sizes
-from mmtrain.planning.search.strategies import run_strategies
+from mmtrain.planning.search.strategies import StrategySearches
 from mmtrain.planning.search.variants import has_faster_plan, variants_of, with_activations_again
 from mmtrain.planning.space.budget import DEFAULT_BUDGET, SearchBudget
 from mmtrain.planning.space.candidate import EQUAL_STEP_TIME_RATIO, Candidate, Rejected, SearchResults
@@ -69,7 +69,7 @@ def plan(problem: PlanningProblem, *, budget: SearchBudget = DEFAULT_BUDGET) -> 
 def search_placements(problem: PlanningProblem, budget: SearchBudget) -> tuple[Evaluator, SearchResults]:
     """Search all placements; return the results with the evaluator that made them.
 
-    How many searches that takes, each as long as `run_strategies` needs for the whole problem:
+    How many searches that takes, each as long as `StrategySearches` needs for the whole problem:
 
     * 1 where the best plan recomputes no layer;
     * 2 and a quick one where it recomputes some, and the quick one finds it over 1% faster if activation functions run
@@ -77,34 +77,38 @@ def search_placements(problem: PlanningProblem, budget: SearchBudget) -> tuple[E
     * one for each of `variants_of(problem)` where nothing fits, until something does: at most 12 before the error, and
       at most 4 at the default settings.
 
+    Only the last of them goes on to placements that lost.
+
     Raises:
         PlanError: nothing fits.
     """
     misfits: tuple[Evaluator, SearchResults] | None = None
     for evaluator in variants_of(problem, budget):
-        results = run_strategies(evaluator)
+        searches = StrategySearches(evaluator)
+        results = searches.results
         if results.best is not None:
-            return _with_activations_again(evaluator, results)
+            searches = _with_activations_again(searches, results)
+            return searches.evaluator, searches.with_losers()
         if evaluator.problem is problem:
             misfits = evaluator, results
     assert misfits is not None, "the first variant is the problem itself"
     raise PlanError(explain_misfit_of_all(*misfits))
 
 
-def _with_activations_again(evaluator: Evaluator, results: SearchResults) -> tuple[Evaluator, SearchResults]:
+def _with_activations_again(searches: StrategySearches, results: SearchResults) -> StrategySearches:
     """Search with activation functions that run again, if layers are recomputed; return what is over 1% faster."""
+    evaluator = searches.evaluator
     again = with_activations_again(evaluator.problem)
     is_recomputed = any(unit.num_recomputed for unit in results.candidates[0].layout.units.values())
     if again is None or not is_recomputed:
-        return evaluator, results
+        return searches
     evaluator.problem.request.say("trying activation functions that run again")
     limit_s = results.fastest_s / AS_FAST_RATIO
     loads = evaluator.layer_costs.loads
     if not has_faster_plan(again, loads, limit_s):
-        return evaluator, results
-    faster_evaluator = next(variants_of(again, evaluator.budget, loads))
-    faster = run_strategies(faster_evaluator)
-    return (faster_evaluator, faster) if faster.fastest_s <= limit_s else (evaluator, results)
+        return searches
+    faster = StrategySearches(next(variants_of(again, evaluator.budget, loads)))
+    return faster if faster.results.fastest_s <= limit_s else searches
 
 
 def better_baselines(results: SearchResults, baselines: Baselines) -> tuple[Candidate, ...]:

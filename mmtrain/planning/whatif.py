@@ -20,7 +20,7 @@ from mmtrain.planning.layer_costs.layer_costs import LayerCosts
 from mmtrain.planning.layer_costs.token_splits import with_token_splits
 from mmtrain.planning.planner import plan as search_plan
 from mmtrain.planning.planner import search_placements
-from mmtrain.planning.search.strategies import run_strategies
+from mmtrain.planning.search.strategies import StrategySearches
 from mmtrain.planning.space.budget import QUICK_BUDGET
 from mmtrain.planning.space.problem import PlanRequest
 from mmtrain.planning.space.sample_batches import SampledBatches
@@ -141,9 +141,9 @@ def quick_tokens_per_s(
         split_costs = with_token_splits(problem, layer_costs)
         evaluator = Evaluator(problem, QUICK_BUDGET, split_costs)
         if baseline is None:
-            best = run_strategies(evaluator).best
+            best = StrategySearches(evaluator).results.best
         else:  # sharded baselines need no meshes
-            meshes = () if baseline in SHARDED_RULES else run_strategies(evaluator).enumerated
+            meshes = () if baseline in SHARDED_RULES else StrategySearches(evaluator).results.enumerated
             best = BaselinePlanner(evaluator, meshes).plan_baseline(baseline)
     except UserError:
         return 0.0

@@ -14,12 +14,12 @@ from mmtrain.planning.layer_costs.layer_partition import (
     layout_graph,
     partitioned_layout,
 )
-from mmtrain.planning.search.best_first_search import AllocatedCandidates, best_first_search
+from mmtrain.planning.search.best_first_search import AllocatedCandidates
 from mmtrain.planning.space.budget import DEFAULT_BUDGET
 from mmtrain.planning.space.candidate import Candidate, LayerPartition
 from mmtrain.program.schedules.builder import in_flight_microbatches
 from tests.planning.factory import evaluator_for, recipe, with_memory
-from tests.plans import mesh_assignments
+from tests.plans import best_first_search, mesh_assignments
 
 MAX_PIPELINE = 4  # ranks of a pipeline in an instance
 MAX_EXHAUSTIVE = DEFAULT_BUDGET.partitions.max_partitions_to_try_all

@@ -20,11 +20,12 @@ from mmtrain.planning.layer_costs.layer_partition import (
     layout_graph,
     partitioned_layout,
 )
-from mmtrain.planning.search.best_first_search import AllocatedCandidates, best_first_search
+from mmtrain.planning.search.best_first_search import AllocatedCandidates
 from mmtrain.planning.space.candidate import Candidate
 from mmtrain.program.schedules.builder import in_flight_microbatches
 from tests.planning.exhaustive import all_candidates
 from tests.planning.factory import VISION, evaluator_for, recipe, with_memory
+from tests.plans import best_first_search
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,12 @@ from mmtrain.planning.artifact.layout import MeshSize
 from mmtrain.planning.evaluate.evaluator import Evaluator
 from mmtrain.planning.formulate import formulate_problem
 from mmtrain.planning.search.allocation_order import StepEstimate, ordered_assignments
-from mmtrain.planning.search.best_first_search import best_first_search
 from mmtrain.planning.search.strategies import allocate_ranks, relaxed_step_s
 from mmtrain.planning.space.budget import DEFAULT_BUDGET
 from mmtrain.planning.space.problem import Allocation, AllocationWatch, PlanningProblem, PlanRequest
 from tests.planning.exhaustive import Instance, all_candidates, least_step
 from tests.planning.factory import UNET, evaluator_for, heard, problem_for, recipe, speech, with_generator, with_memory
-from tests.plans import mesh_assignments
+from tests.plans import best_first_search, mesh_assignments
 
 MIB = 2**20
 

@@ -24,7 +24,7 @@ from mmtrain.planning.evaluate.evaluator import Evaluator
 from mmtrain.planning.layer_costs.layer_costs import FORWARD
 from mmtrain.planning.layer_costs.layer_partition import FloatArray, LayerChain, chunk_seconds
 from mmtrain.planning.planner import plan
-from mmtrain.planning.search.best_first_search import AllocatedCandidates, best_first_search
+from mmtrain.planning.search.best_first_search import AllocatedCandidates, BestFirstSearch
 from mmtrain.planning.search.strategies import allocate_ranks
 from mmtrain.planning.space.candidate import EQUAL_STEP_TIME_RATIO, SearchResults
 from mmtrain.planning.space.problem import PlanningProblem, PlanRequest
@@ -137,11 +137,15 @@ def test_a_baseline_faster_than_everything_searched_becomes_the_plan(monkeypatch
     """Choose a baseline that a search that cannot try everything has overlooked."""
     baselines = baseline_planner(recipe(**SMALL), 2).plan_all()
 
-    def search_slow_ones(allocated: AllocatedCandidates, *more: Any) -> SearchResults:
-        results = best_first_search(allocated.only("disaggregated"), *more)
-        return replace(results, enumerated=tuple(allocated.listed))
+    class SlowOnes(BestFirstSearch):
+        def __init__(self, allocated: AllocatedCandidates, *more: Any) -> None:
+            super().__init__(allocated.only("disaggregated"), *more)
+            self.listed = tuple(allocated.listed)
 
-    monkeypatch.setattr("mmtrain.planning.search.strategies.best_first_search", search_slow_ones)
+        def results(self) -> SearchResults:
+            return replace(super().results(), enumerated=self.listed)
+
+    monkeypatch.setattr("mmtrain.planning.search.strategies.BestFirstSearch", SlowOnes)
     unrestricted = problem(recipe(**SMALL), 2)
     constraints = replace(unrestricted.constraints, placements=("unified", "disaggregated"))
     fastest = min(baseline.step_time_s for name, baseline in baselines.items() if name not in SHARDED_RULES)

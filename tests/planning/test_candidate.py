@@ -8,10 +8,11 @@ from mmtrain.costs.rank_memory import MEMORY_MARGIN
 from mmtrain.errors import ProgramError
 from mmtrain.planning.colocated.colocated_search import search_colocated
 from mmtrain.planning.evaluate.evaluator import Evaluator, verify_program
-from mmtrain.planning.search.best_first_search import AllocatedCandidates, best_first_search
+from mmtrain.planning.search.best_first_search import AllocatedCandidates
 from mmtrain.planning.space.candidate import Candidate, CandidateStage
 from tests.planning.exhaustive import Instance, all_candidates, by_placement
 from tests.planning.factory import evaluator_for, recipe, with_memory
+from tests.plans import best_first_search
 
 RECIPES: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -17,7 +17,7 @@ from mmtrain.planning.layer_costs.layer_partition import (
     partitioned_layout,
     whole_root,
 )
-from mmtrain.planning.search.best_first_search import AllocatedCandidates, SearchNode, _Search, best_first_search
+from mmtrain.planning.search.best_first_search import AllocatedCandidates, BestFirstSearch, SearchNode
 from mmtrain.planning.space.budget import DEFAULT_BUDGET
 from mmtrain.planning.space.candidate import EQUAL_STEP_TIME_RATIO, Candidate
 from mmtrain.program.schedules.builder import in_flight_microbatches
@@ -32,6 +32,7 @@ from tests.planning.exhaustive import (
     squeezed,
 )
 from tests.planning.factory import evaluator_for, recipe, simulated, with_memory
+from tests.plans import best_first_search
 
 CASES: dict[str, tuple[dict[str, Any], str]] = {
     "cpu": ({}, "cpu-core"),
@@ -204,7 +205,7 @@ def test_a_runner_up_that_does_not_fit_is_not_queued_again(monkeypatch: pytest.M
     assert best is not None
     assert best.partition is not None
     faster = Candidate(best.id, best.assignment).partitioned(best.partition).estimated(best.step_time_s / 2)
-    search = _Search(AllocatedCandidates([]), instance.evaluator, num_simulated=1)
+    search = BestFirstSearch(AllocatedCandidates([]), instance.evaluator, num_simulated=1)
     search.is_exhaustive = False
     search.best = {best.id: best}
     search.runner_ups = {best.id: [faster, faster, faster]}
@@ -222,9 +223,8 @@ def test_simulated_candidates_leave_room_for_explanations(monkeypatch: pytest.Mo
     budget = instance.evaluator.budget
     explanations = replace(budget.explanations, max_unsearched=1)
     monkeypatch.setattr(instance.evaluator, "budget", replace(budget, explanations=explanations))
-    search = _Search(AllocatedCandidates([]), instance.evaluator, num_simulated=1)
+    search = BestFirstSearch(AllocatedCandidates([]), instance.evaluator, num_simulated=1)
     search.best = {results.best.id: results.best}
     others = [candidate for candidate in instance.candidates if candidate.id != results.best.id]
     search.queue = [SearchNode(results.best.step_time_s, candidate) for candidate in others]
-    search.reject_unsearched()
-    assert [rejected.candidate.id for rejected in search.rejected] == [others[0].id]
+    assert [rejected.candidate.id for rejected in search.unsearched()] == [others[0].id]

@@ -29,6 +29,7 @@ from mmtrain.planning.layer_costs.layer_partition import layout_graph
 from mmtrain.planning.space.candidate import (
     EQUAL_STEP_TIME_RATIO,
     Candidate,
+    DecidedSearch,
     MeshAssignment,
     Rejected,
     SearchResults,
@@ -51,14 +52,14 @@ class ColocatedStrategy:
 
     def search(
         self, evaluator: Evaluator, incumbent: Candidate | None, progress: Progress | None = None
-    ) -> SearchResults:
-        """Search every number of ranks by itself; where losers are named, whatever other placements reach."""
+    ) -> DecidedSearch:
+        """Search every number of ranks by itself; where losers are named, what is slower than the incumbent too."""
         counts = evaluator.problem.cluster.rank_counts
         of_counts = [
             search_colocated(evaluator, num_ranks, progress_of_part(progress, part, 1, len(counts)), incumbent)
             for part, num_ranks in enumerate(counts)
         ]
-        return SearchResults().merged(*of_counts)
+        return DecidedSearch(SearchResults().merged(*of_counts))
 
 
 def search_colocated(
@@ -75,7 +76,7 @@ def search_colocated(
     encoders'.
 
     incumbent: the fastest candidate of other placements. Layouts that cannot be faster, or are far behind it, get
-        rougher figures, and none if no loser is named.
+        rougher figures, and none if no loser is named. If all that were simulated are far behind it, fewer are tried.
     """
     if len(evaluator.problem.shape.units) < 2:
         return SearchResults()
@@ -92,13 +93,18 @@ def search_colocated(
     def limit_s() -> float:
         return min((found.step_time_s for found in (*rivals, *simulated)), default=max_step_s) * EQUAL_STEP_TIME_RATIO
 
+    def is_far_behind() -> bool:
+        ends_s = [found.step_time_s * bound.llm_compute_share(found.assignment) for found in simulated]
+        return incumbent is not None and min(ends_s, default=0.0) > budget.far_ratio * incumbent.step_time_s
+
     attempts = (_Attempt(candidate, evaluator, levels) for candidate in _enumerate(evaluator, num_ranks, bound))
     for attempt in _by_bound(attempts, evaluator, bound, limit_s):
         candidate = attempt.candidate
         if candidate.time_lower_bound_s > limit_s():
             too_slow.append(candidate)
             continue
-        if num_tried >= budget.min_tried_assignments and num_passes >= budget.max_scheduled_passes:
+        has_tried = num_tried >= budget.min_tried_assignments, num_passes >= budget.max_scheduled_passes
+        if all(has_tried) or (any(has_tried) and is_far_behind()):
             break
         if progress is not None:
             progress(min(num_tried, budget.min_tried_assignments), budget.min_tried_assignments)
@@ -118,7 +124,8 @@ def search_colocated(
             if attempt.num_scheduled and outcome.need_gib is None:
                 slower.append(candidate.bounded(limits.llm_alone_s))
     rival_s = math.inf if incumbent is None else incumbent.step_time_s * EQUAL_STEP_TIME_RATIO
-    simulated = _with_merged_microbatches(simulated, [*slower, *too_slow], evaluator, levels, bound, rival_s)
+    if not is_far_behind():
+        simulated = _with_merged_microbatches(simulated, [*slower, *too_slow], evaluator, levels, bound, rival_s)
     rejected += [_too_slow(candidate, limit_s()) for candidate in too_slow[:1]]
     return SearchResults(fill_tp_bubbles(simulated, evaluator, rival_s), tuple(rejected))
 

@@ -111,40 +111,17 @@ class SearchNode:
         return self.fit.anchor
 
 
-def best_first_search(
-    allocated: AllocatedCandidates, evaluator: Evaluator, num_simulated: int, progress: Progress | None = None
-) -> SearchResults:
-    """Simulate layouts in the order of their lower bounds until no other can be faster than the best one found.
+class BestFirstSearch:
+    """Simulates layouts in the order of their lower bounds until no other can be faster than the best one found.
 
-    If the request asks for the losing placements, each of them is then searched to its end too, so that the ranking
-    shows its best layout.
+    Each placement that lost may then be searched to its end too, so that the ranking shows its best layout.
 
     Args:
         allocated: mesh assignments with lower bounds.
         evaluator: estimates, fits and simulates them.
         num_simulated: simulate at least this many if they fit, so that the ranking has figures to show.
-        progress: called with the number of candidates that are decided, and the number of all.
     """
-    search = _Search(allocated, evaluator, num_simulated)
-    num_looked_at = 0
-    for node in search.undecided():
-        if progress is not None:
-            progress(num_looked_at, len(search.candidates))
-        num_looked_at += node.stage is NodeStage.START
-        search.advance(node)
-    if not search.is_exhaustive:
-        search.simulate_runner_ups()
-    search.search_simpler()
-    if evaluator.problem.request.names_losers:
-        search.search_losing_placements()
-    search.reject_unsearched()
-    search.reject_further()
-    if progress is not None:
-        progress(1, 1)
-    return SearchResults(rank_candidates(search.best.values()), tuple(search.rejected), tuple(search.candidates))
 
-
-class _Search:
     def __init__(self, allocated: AllocatedCandidates, evaluator: Evaluator, num_simulated: int) -> None:
         self.evaluator = evaluator
         self.budget = evaluator.budget.partitions
@@ -173,6 +150,33 @@ class _Search:
         self.estimator = evaluator.estimator(None if self.is_exhaustive else self.budget.num_estimated_replica_groups)
         for candidate in self.candidates:
             self._start(candidate)
+
+    def find_fastest(self, progress: Progress | None = None) -> None:
+        """Search until no candidate can change the choice.
+
+        progress: called with the number of candidates that are decided, and the number of all.
+        """
+        num_looked_at = 0
+        for node in self.undecided():
+            if progress is not None:
+                progress(num_looked_at, len(self.candidates))
+            num_looked_at += node.stage is NodeStage.START
+            self.advance(node)
+        if not self.is_exhaustive:
+            self.simulate_runner_ups()
+        self.search_simpler()
+        if progress is not None:
+            progress(1, 1)
+
+    def results(self) -> SearchResults:
+        """Rank what was simulated, and say why all else was not."""
+        rejected = (*self.rejected, *self.unsearched(), *self.left_out())
+        return SearchResults(rank_candidates(self.best.values()), rejected, tuple(self.candidates))
+
+    def may_fit(self, placement: Placement) -> bool:
+        """Return whether a layout of a placement fits, or waits and may fit."""
+        waiting = (node.candidate for node in self.queue if math.isfinite(node.bound_s))
+        return any(candidate.placement == placement for candidate in (*self.best.values(), *waiting))
 
     def undecided(self) -> Iterator[SearchNode]:
         """Take from the queue what may change the choice: from the least bound on, then near the fastest assignment."""
@@ -494,7 +498,7 @@ class _Search:
         if number not in self.best and number in self.misfits:
             self.rejected.append(self.misfits[number])
 
-    def reject_further(self) -> None:
+    def left_out(self) -> Iterator[Rejected]:
         """Say so if the budget ended the search while other assignments might be faster."""
         if self.next_in_line is not None:
             seconds, candidate = self.next_in_line
@@ -502,9 +506,9 @@ class _Search:
                 f"not looked at, like those behind it: the search ended after {self.budget.max_assignments} sizes; a "
                 f"first estimate says {seconds:.3g} s"
             )
-            self.rejected.append(Rejected(candidate, reason, label=CUT_SHORT_LABEL))
+            yield Rejected(candidate, reason, label=CUT_SHORT_LABEL)
 
-    def reject_unsearched(self) -> None:
+    def unsearched(self) -> Iterator[Rejected]:
         """Reject what still waits: it cannot be faster, or cannot fit."""
         fastest_s = self._fastest_s()
         explained = set(self.best)
@@ -518,7 +522,7 @@ class _Search:
             else:
                 slowest = _slowest_units(node)
                 reason = f"at least {node.bound_s / fastest_s:.2f}x slower: {slowest} cannot be done sooner"
-            self.rejected.append(Rejected(node.candidate, reason))
+            yield Rejected(node.candidate, reason)
 
 
 def _has_complexity_level(level: int, candidate: Candidate) -> bool:

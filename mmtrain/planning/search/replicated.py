@@ -19,7 +19,7 @@ from mmtrain.planning.artifact.layout import MeshSize
 from mmtrain.planning.evaluate.evaluator import Evaluator
 from mmtrain.planning.layer_costs.layer_partition import layout_graph, partitioned_layout
 from mmtrain.planning.search.mesh_enumeration import has_replicated_mesh
-from mmtrain.planning.space.candidate import Candidate, MeshAssignment, Rejected, SearchResults
+from mmtrain.planning.space.candidate import Candidate, DecidedSearch, MeshAssignment, Rejected, SearchResults
 from mmtrain.planning.space.problem import PlanningProblem, Progress
 from mmtrain.planning.space.sample_batches import num_microbatches_of
 from mmtrain.program.ir.graph import LLM, DispatchMode
@@ -35,8 +35,8 @@ class ReplicatedStrategy:
 
     def search(
         self, evaluator: Evaluator, incumbent: Candidate | None, progress: Progress | None = None
-    ) -> SearchResults:
-        """Return simulated candidates, fastest first, and those that do not fit, the closest first.
+    ) -> DecidedSearch:
+        """Find simulated candidates, fastest first, and those that do not fit, the closest first.
 
         Raises:
             PlanError: the recipe asks for the placement with shards that do not divide the ranks.
@@ -61,7 +61,7 @@ class ReplicatedStrategy:
             if progress is not None:
                 progress(num_done, len(alternatives))
         closest_first = sorted(rejected, key=lambda loser: loser.need_gib or math.inf)
-        return SearchResults(tuple(simulated), tuple(closest_first)).merged()
+        return DecidedSearch(SearchResults(tuple(simulated), tuple(closest_first)).merged())
 
 
 def enumerate_replicated(problem: PlanningProblem, evaluator: Evaluator) -> list[list[Candidate]]:

@@ -20,7 +20,7 @@ from mmtrain.planning.artifact.plan import Placement
 from mmtrain.planning.colocated.colocated_search import ColocatedStrategy
 from mmtrain.planning.evaluate.evaluator import Evaluator
 from mmtrain.planning.search.allocation_order import StepEstimate, most_split_assignments, ordered_assignments
-from mmtrain.planning.search.best_first_search import AllocatedCandidates, best_first_search
+from mmtrain.planning.search.best_first_search import AllocatedCandidates, BestFirstSearch
 from mmtrain.planning.search.mesh_enumeration import (
     Choices,
     all_disaggregated,
@@ -37,6 +37,17 @@ from mmtrain.planning.space.problem import Allocation, AllocationWatch, Planning
 from mmtrain.program.ir.graph import LLM
 
 
+class PlacementSearch(Protocol):
+    """A search that knows the fastest plan, and can go on to the best ones of placements that lost."""
+
+    @property
+    def results(self) -> SearchResults:
+        """Simulated candidates, and why others lost."""
+
+    def name_losers(self) -> None:
+        """Search for the best plan of each placement that was left because it is slower."""
+
+
 class PlacementStrategy(Protocol):
     """Finds the fastest candidates of one or several placements."""
 
@@ -45,11 +56,10 @@ class PlacementStrategy(Protocol):
 
     def search(
         self, evaluator: Evaluator, incumbent: Candidate | None, progress: Progress | None = None
-    ) -> SearchResults:
-        """Return simulated candidates, and why others lost.
+    ) -> PlacementSearch:
+        """Search until no candidate that is left can be the fastest.
 
-        incumbent: the fastest candidate of the strategies before. A placement is ranked by its best plan even where
-            that is slower.
+        incumbent: the fastest candidate of the strategies before.
         progress: called with the number of candidates that are decided, and the number of all.
         """
 
@@ -63,28 +73,59 @@ class PipelinedStrategy:
 
     def search(
         self, evaluator: Evaluator, incumbent: Candidate | None, progress: Progress | None = None
-    ) -> SearchResults:
-        """Allocate ranks to units in every way, and search the layer partitions of these, best first.
+    ) -> PlacementSearch:
+        """Allocate ranks to units in every way, and search the layer partitions of these, best first."""
+        search = PipelinedSearch(evaluator)
+        search.find_fastest(progress)
+        return search
 
-        Where no layout of `disaggregated` fits, ranks are allocated again, to meshes that should leave more room. Not
-        so where the request limits the step time, which may be why none was found.
-        """
+
+class PipelinedSearch:
+    """A best-first search over the ways to allocate ranks to units.
+
+    Where no layout of `disaggregated` fits, ranks are allocated again, to meshes that should leave more room. Not so
+    where the request limits the step time, which may be why none was found.
+    """
+
+    def __init__(self, evaluator: Evaluator) -> None:
+        self.evaluator = evaluator
         request, budget = evaluator.problem.request, evaluator.budget
         num_wanted = request.num_alternatives + 1
         if request.measure is not None:  # where the best sizes have few layer partitions, as many sizes are run
             num_wanted = max(num_wanted, request.num_measured)
-        num_simulated = max(budget.partitions.min_simulated, num_wanted)
+        self.num_simulated = max(budget.partitions.min_simulated, num_wanted)
         allocated = allocate_ranks(evaluator, budget, request.allocation_watch)
-        results = best_first_search(allocated, evaluator, num_simulated, progress)
-        for share in budget.meshes.roomier_shares if math.isinf(request.max_step_s) else ():
-            of_placement = [c for c in results.enumerated if c.placement == "disaggregated"]
-            if not any(math.isfinite(c.time_lower_bound_s) for c in of_placement):
-                break  # excluded by the recipe, or by what ranks hold at least
-            if any(c.placement == "disaggregated" for c in results.candidates):
-                break
-            roomier = allocate_ranks(evaluator, budget, memory_share=share).only("disaggregated")
-            results = results.merged(best_first_search(roomier, evaluator, num_simulated, progress))
-        return results
+        self.searches = [BestFirstSearch(allocated, evaluator, self.num_simulated)]
+
+    @property
+    def results(self) -> SearchResults:
+        """What was found and rejected, with however much room."""
+        return SearchResults().merged(*(search.results() for search in self.searches))
+
+    def find_fastest(self, progress: Progress | None) -> None:
+        """Search until no candidate can be the fastest."""
+        self.searches[0].find_fastest(progress)
+        self._find_roomier(progress)
+
+    def name_losers(self) -> None:
+        """Search for the best layouts of `unified` and `disaggregated`, whichever lost."""
+        for search in self.searches:
+            search.search_losing_placements()
+        self._find_roomier(None)
+
+    def _find_roomier(self, progress: Progress | None) -> None:
+        """Search `disaggregated` with more room, as long as it may be used and nothing fits."""
+        budget, first = self.evaluator.budget.meshes, self.searches[0]
+        is_limited = math.isfinite(self.evaluator.problem.request.max_step_s)
+        of_placement = [c for c in first.candidates if c.placement == "disaggregated"]
+        if is_limited or not any(math.isfinite(c.time_lower_bound_s) for c in of_placement):
+            return  # not searched to its end, or excluded by the recipe or by what ranks hold at least
+        for share in budget.roomier_shares[len(self.searches) - 1 :]:
+            if any(search.may_fit("disaggregated") for search in self.searches):
+                return
+            roomier = allocate_ranks(self.evaluator, self.evaluator.budget, memory_share=share).only("disaggregated")
+            self.searches.append(BestFirstSearch(roomier, self.evaluator, self.num_simulated))
+            self.searches[-1].find_fastest(progress)
 
 
 PIPELINED = PipelinedStrategy()
@@ -96,20 +137,36 @@ STRATEGIES: Mapping[Placement, PlacementStrategy] = {
 }
 
 
-def run_strategies(evaluator: Evaluator) -> SearchResults:
-    """Search every placement of the problem; each strategy knows the best candidate of those before."""
-    problem = evaluator.problem
-    strategies = list(dict.fromkeys(STRATEGIES[placement] for placement in problem.constraints.placements))
-    num_searches = [strategy.num_searches(problem) for strategy in strategies]
-    results = SearchResults()
-    for i, strategy in enumerate(strategies):
-        progress = progress_of_part(problem.request.progress, sum(num_searches[:i]), num_searches[i], sum(num_searches))
-        of_strategy = strategy.search(evaluator, results.best, progress)
-        results = results.merged(of_strategy)
-    report_end = progress_of_part(problem.request.progress, 0, sum(num_searches), sum(num_searches))
-    if report_end is not None:
-        report_end(1, 1)
-    return results
+class StrategySearches:
+    """Searches of every placement of the problem; each strategy knows the best candidate of those before."""
+
+    def __init__(self, evaluator: Evaluator) -> None:
+        self.evaluator = evaluator
+        self.searches: list[PlacementSearch] = []
+        problem = evaluator.problem
+        strategies = list(dict.fromkeys(STRATEGIES[placement] for placement in problem.constraints.placements))
+        num_searches = [strategy.num_searches(problem) for strategy in strategies]
+        num_all, report = sum(num_searches), problem.request.progress
+        for i, strategy in enumerate(strategies):
+            progress = progress_of_part(report, sum(num_searches[:i]), num_searches[i], num_all)
+            self.searches.append(strategy.search(evaluator, self.results.best, progress))
+        report_end = progress_of_part(report, 0, num_all, num_all)
+        if report_end is not None:
+            report_end(1, 1)
+
+    @property
+    def results(self) -> SearchResults:
+        """What all searches found."""
+        return SearchResults().merged(*(search.results for search in self.searches))
+
+    def with_losers(self) -> SearchResults:
+        """Return what was found, also the best plan of each placement that lost where the request asks for it."""
+        request = self.evaluator.problem.request
+        if request.names_losers:
+            request.say("looking for the best plans of placements that lost")
+            for search in self.searches:
+                search.name_losers()
+        return self.results
 
 
 def allocate_ranks(

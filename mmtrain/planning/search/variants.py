@@ -12,7 +12,7 @@ from mmtrain.planning.evaluate.evaluator import Evaluator
 from mmtrain.planning.layer_costs.layer_costs import LayerCosts
 from mmtrain.planning.layer_costs.sampled_loads import SampledLoads
 from mmtrain.planning.layer_costs.token_splits import with_token_splits
-from mmtrain.planning.search.strategies import run_strategies
+from mmtrain.planning.search.strategies import StrategySearches
 from mmtrain.planning.space.budget import QUICK_BUDGET, SearchBudget
 from mmtrain.planning.space.problem import PlanningProblem, PlanRequest
 
@@ -81,5 +81,5 @@ def has_faster_plan(problem: PlanningProblem, loads: SampledLoads, step_s: float
     """
     limited = replace(problem, request=PlanRequest(num_alternatives=0, max_step_s=step_s))
     layer_costs = with_token_splits(limited, LayerCosts(limited, budget=QUICK_BUDGET, loads=loads))
-    best = run_strategies(Evaluator(limited, QUICK_BUDGET, layer_costs)).best
+    best = StrategySearches(Evaluator(limited, QUICK_BUDGET, layer_costs)).results.best
     return best is not None and best.step_time_s < step_s

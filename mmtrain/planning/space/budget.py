@@ -120,6 +120,7 @@ class ColocatedBudget:
     max_laid_out: int = 64
     bound_class_ratio: float = 1.25  # bounds of these that differ by less do not decide which of them is tried first
     # So many of these are scheduled, and more until they have so many forwards and backwards together (of one replica).
+    # Where all of them are far behind another placement, either is enough.
     min_tried_assignments: int = 8
     max_scheduled_passes: int = 2_000
     max_merged_layouts: int = 12  # of those, tried with fewer microbatches of the encoders
@@ -133,6 +134,7 @@ class ColocatedBudget:
     coarse_bound_share: float = 0.95
     # Layouts so many times as slow as the fastest colocated one get rougher figures, without the coarse order. Where
     # the LLM waits for collectives, which pieces of layers may fill, that ratio is as much larger as it could shrink.
+    # The same ratio to another placement's plan says that `colocated` is far behind it.
     far_ratio: float = 1.1
     # Encoder pieces with no communication between them are joined to kernels of at most this share of the LLM's longest
     # communication gap, so that a kernel fits into the gap.

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from mmtrain.costs import RankMemory
 from mmtrain.costs.hardware import GIB
@@ -353,6 +353,15 @@ class SearchResults:
             tuple(loser for results in every for loser in results.rejected),
             tuple(candidate for results in every for candidate in results.enumerated),
         )
+
+
+class DecidedSearch(NamedTuple):
+    """A search of a strategy (`search.strategies.PlacementSearch`) that has found the best plans of what lost, too."""
+
+    results: SearchResults
+
+    def name_losers(self) -> None:
+        """Do nothing."""
 
 
 def rank_candidates(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
