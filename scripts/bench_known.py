@@ -1,113 +1,203 @@
-"""Compare predicted step times with published ones: language models of Megatron-LM, torchtitan and llm-foundry.
+"""Compare predicted step times with published ones, by hardware, kind of layout, and whether there is an encoder.
 
-    python -m scripts.bench_known [--only NAME] [--hardware NAME]
+    python -m scripts.bench_known [--only NAME] [--hardware NAME] [--group WORDS] [--half fit|judge]
 
-Each run of `scripts/known_runs.py` is planned as it was published: the same mesh, batch and sequence length, and the
-kernels of the framework that was measured. No run has a factor of its own, and those marked
-"held out" took no part in choosing constants.
+Each run of `scripts/known_runs.yaml` is planned as it was published: mesh, batch, sequence length and recomputation;
+memory is ignored. It is priced twice: with the kernels of the framework that was measured, and with mmtrain's own, as
+`mmtrain plan` prices it. No run has a factor of its own. Constants may be fitted to the half `fit` alone.
+
+An error is how far predicted and published seconds lie apart, as a share of the smaller: 15% for 1.15 and 1 / 1.15.
 """
 
+import math
 import statistics
 import tempfile
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import yaml
 
 from mmtrain.costs import AnalyticCosts
+from mmtrain.costs.framework import OWN_RUNTIME, Execution
 from mmtrain.data import build_index
 from mmtrain.planning.formulate import formulate_problem
 from mmtrain.planning.planner import plan
 from mmtrain.planning.space.problem import PlanningProblem
 from mmtrain.recipe import load_recipe, recipe_fingerprint
-from scripts.known_runs import KNOWN_RUNS, KnownRun
-from scripts.measurements import arguments, start
+from scripts.known_runs import KnownRun, known_runs
+from scripts.measurements import Report, arguments, start
 
-GOOD_RATIO = 1.15  # the largest ratio of published to predicted seconds, or of predicted to published, that is good
+GOOD_ERROR = 0.15
+HALVES = {"fit": False, "judge": True}  # -> whether its runs are held out
+HIGH_SHARE = 0.9  # of the runs, whose errors the second quantile bounds
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A published run and its predicted seconds."""
+
+    run: KnownRun
+    seconds: float  # with the kernels of the framework that was measured
+    own_seconds: float  # with mmtrain's, as `mmtrain plan` prices it
+
+    @property
+    def ratio(self) -> float:
+        """Predicted over published seconds."""
+        return self.seconds / self.run.seconds
+
+    @property
+    def own_ratio(self) -> float:
+        """The same with mmtrain's own kernels."""
+        return self.own_seconds / self.run.seconds
 
 
 def main() -> None:
-    """Print a row for each run, and the errors of those used and those held out."""
+    """Print a row for each run and the errors of each group, in both halves."""
     parser = arguments(__doc__)
     parser.add_argument("--only", help="the name of one run")
     parser.add_argument("--hardware", help="runs on this preset alone")
+    parser.add_argument("--group", help="groups alone whose names have these words, as in `h100-80g, FSDP`")
+    parser.add_argument("--half", choices=tuple(HALVES), help="one half of the runs alone")
     options = parser.parse_args()
-    ratios: dict[bool, list[float]] = {False: [], True: []}
-    report = start("Published step times", options)
-    report.table("run", "GPUs", "mesh", "published", "predicted", "ratio", "source")
-    for known in KNOWN_RUNS:
-        if options.only not in (None, known.name) or options.hardware not in (None, known.hardware.name):
-            continue
-        with tempfile.TemporaryDirectory() as folder:
-            seconds = predicted_seconds(known, Path(folder))
-        mesh = " ".join(f"{key}{size}" for key, size in known.mesh.items() if key != "sp") or f"shard {known.ranks}"
-        ratio = seconds / known.seconds
-        ratios[known.held_out].append(ratio)
-        name = f"{known.name}, **held out**" if known.held_out else known.name
-        gpus, published = f"{known.ranks} {known.hardware.name}", f"{known.seconds:.2f} s"
-        report.row(name, gpus, mesh, published, f"{seconds:.2f} s", f"{ratio:.2f}", known.source)
+    report = start("Published step times in two halves", options)
+    chosen = [
+        run
+        for run in known_runs()
+        if options.only in (None, run.name)
+        and options.hardware in (None, run.hardware.name)
+        and (options.group or "") in run.group
+        and (options.half is None or run.held_out == HALVES[options.half])
+    ]
+    report_groups(report, report_runs(report, chosen))
+
+
+def report_runs(report: Report, runs: Sequence[KnownRun]) -> list[Comparison]:
+    """Write a row for each run; return the predictions."""
+    comparisons = []
+    report.table(
+        "run", "layout", "published", "its kernels", "ratio", "our kernels", "ratio", "half", "before", "source"
+    )
+    for run in runs:
+        comparison = compare(run)
+        comparisons.append(comparison)
+        mesh = " ".join(f"{key}{size}" for key, size in run.mesh.items() if key in ("tp", "pp", "vpp", "cp", "dp"))
+        seconds = (f"{comparison.seconds:.3g} s", f"{comparison.ratio:.2f}")
+        own_seconds = (f"{comparison.own_seconds:.3g} s", f"{comparison.own_ratio:.2f}")
+        half, source = "judge" if run.held_out else "fit", run.source.replace("|", "/")
+        layout, published = mesh or f"shard {run.ranks}", f"{run.seconds:.3g} s"
+        report.row(run.name, layout, published, *seconds, *own_seconds, half, run.before, source)
     report.line()
-    report.targets()
-    for held_out, of_runs in ratios.items():
-        if of_runs:
-            runs = "runs held out" if held_out else "runs used"
-            report.target(
-                f"{runs} that are within 15%",
-                sum(max(r, 1 / r) <= GOOD_RATIO for r in of_runs),
-                len(of_runs),
-                at_least=True,
-            )
-            errors = [abs(ratio - 1) for ratio in of_runs]
-            report.figure(f"{runs}: error, median / worst", f"{statistics.median(errors):.0%} / {max(errors):.0%}")
+    return comparisons
 
 
-def predicted_seconds(known: KnownRun, folder: Path) -> float:
-    """Return the predicted seconds of a step.
+def report_groups(report: Report, comparisons: Sequence[Comparison]) -> None:
+    """Write the errors of each half and of each group in it, with both kinds of kernels."""
+    of_kernels = "median / 9 of 10 / worst"
+    report.table(
+        "half", "group", "runs", "median ratio", of_kernels, "within 15%", f"our kernels: {of_kernels}", "ditto"
+    )
+    for half, held_out in HALVES.items():
+        of_half = [comparison for comparison in comparisons if comparison.run.held_out == held_out]
+        groups = sorted({comparison.run.group for comparison in of_half})
+        for group in [None, *groups] if of_half else []:
+            chosen = [comparison for comparison in of_half if group in (None, comparison.run.group)]
+            ratios = [comparison.ratio for comparison in chosen]
+            cells = [*_error_cells(ratios), *_error_cells([comparison.own_ratio for comparison in chosen])]
+            report.row(half, group or "all", len(chosen), f"{statistics.median(ratios):.2f}", *cells)
 
+
+def _error_cells(ratios: Sequence[float]) -> Iterator[str]:
+    errors = [error_of(ratio) for ratio in ratios]
+    yield f"{statistics.median(errors):.0%} / {bound_of_share(errors, HIGH_SHARE):.0%} / {max(errors):.0%}"
+    yield f"{sum(error <= GOOD_ERROR for error in errors)} of {len(errors)}"
+
+
+def error_of(ratio: float) -> float:
+    """Return how far two durations lie apart, as a share of the smaller, from their ratio."""
+    return max(ratio, 1 / ratio) - 1
+
+
+def bound_of_share(errors: Sequence[float], share: float) -> float:
+    """Return the least of the errors that at least this share of them does not exceed."""
+    return sorted(errors)[math.ceil(share * len(errors)) - 1]
+
+
+def compare(run: KnownRun) -> Comparison:
+    """Predict a run with its framework's kernels and with our own."""
+    seconds = predicted_seconds(run, run.execution)
+    own = seconds if run.execution == OWN_RUNTIME else predicted_seconds(run, OWN_RUNTIME)
+    return Comparison(run, seconds, own)
+
+
+def predicted_seconds(run: KnownRun, execution: Execution) -> float:
+    """Return the predicted seconds of a step with these kernels.
+
+    If some layers are recomputed, the seconds lie between those of none and of all: the blocks of a model are equal.
     In a pipeline the planner's division of layers gives each chunk equally many blocks, as Megatron-LM does, where they
     can be divided so.
     """
-    return plan(planning_problem(known, folder)).predicted.step_time_s
+    shares = {"none": 1 - run.recompute, "all": run.recompute}
+    seconds = 0.0
+    for recompute, share in shares.items():
+        if share:
+            with tempfile.TemporaryDirectory() as folder:
+                problem = planning_problem(run, execution, recompute, Path(folder))
+                seconds += share * plan(problem).predicted.step_time_s
+    return seconds
 
 
-def planning_problem(known: KnownRun, folder: Path) -> PlanningProblem:
-    """Return what the planner depends on, with the hardware and the framework of the published run."""
-    recipe = load_recipe(_write_recipe(known, folder)).recipe
+def planning_problem(run: KnownRun, execution: Execution, recompute: str, folder: Path) -> PlanningProblem:
+    """Return what the planner depends on, with the hardware of the published run and these kernels."""
+    recipe = load_recipe(write_recipe(run, recompute, folder)).recipe
     problem = formulate_problem(
         recipe,
         build_index(recipe).lengths,
-        world_size=known.ranks,
-        hardware=known.hardware.name,
+        world_size=run.ranks,
+        hardware=run.hardware.name,
         recipe_sha256=recipe_fingerprint(recipe),
     )
-    hardware = replace(known.hardware, memory_bytes=problem.hardware.memory_bytes).at_pace_of(known.ranks)
-    costs = AnalyticCosts(hardware, problem.precision, known.execution)
-    if not known.execution.overlaps_shards:
+    hardware = replace(run.hardware, memory_bytes=problem.hardware.memory_bytes).at_pace_of(run.ranks)
+    costs = AnalyticCosts(hardware, problem.precision, execution)
+    if not execution.overlaps_shards:
         hardware = replace(hardware, overlap_slowdown=1.0)
     return replace(problem, costs=costs, cluster=replace(problem.cluster, hardware=hardware))
 
 
-def _write_recipe(known: KnownRun, folder: Path) -> Path:
+def write_recipe(run: KnownRun, recompute: str, folder: Path) -> Path:
     """Write a recipe whose samples all have the length of the published run."""
-    (folder / "lengths.csv").write_text(f"count,text\n4096,{known.sequence}\n", encoding="utf-8")
+    text = run.sequence if run.text is None else run.text
+    rows = f"count,text\n4096,{text}\n" if not run.vision else f"count,text,vision\n4096,{text},{run.vision}\n"
+    (folder / "lengths.csv").write_text(rows, encoding="utf-8")
     # Packing fills a microbatch to a little less than its limit, so the limit lies a little above what was published.
-    seq_len = known.sequence * known.per_microbatch + known.sequence // 4
-    parallel: dict[str, object] = {"placement": "replicated", "shard": "all", "llm": {"recompute": known.recompute}}
-    if known.mesh:
-        parallel = {
-            "placement": "unified",
-            "llm": {"sp": True, **known.mesh, "recompute": known.recompute, "tp_overlap": False},
-        }
+    seq_len = run.sequence * run.per_microbatch + run.sequence // 4
+    train: dict[str, object] = {"steps": 1, "global_batch": run.num_microbatches, "optimizer": {"lr": 1e-4}}
+    if run.lora_rank is not None:
+        train["lora"] = {"rank": run.lora_rank}
     recipe = {
-        "name": known.name.replace(" ", "-").replace(",", ""),
-        "model": {"llm": dict(known.llm)},
+        "name": "".join(letter if letter.isalnum() else "-" for letter in run.name),
+        "model": {unit: dict(settings) for unit, settings in run.model.items()},
         "data": {"sources": [{"path": str(folder / "lengths.csv")}], "seq_len": seq_len},
-        "cluster": {"hardware": known.hardware.name, "ranks": known.ranks, "memory_gib": 400},  # time is compared alone
-        "train": {"steps": 1, "global_batch": known.num_microbatches, "optimizer": {"lr": 1e-4}},
+        "parallel": _parallel(run, recompute),
+        "cluster": {"hardware": run.hardware.name, "ranks": run.ranks, "memory_gib": 400},  # time is compared alone
+        "train": train,
     }
     path = folder / "recipe.yaml"
-    path.write_text(yaml.safe_dump(recipe | {"parallel": parallel}), encoding="utf-8")
+    path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
     return path
+
+
+def _parallel(run: KnownRun, recompute: str) -> dict[str, object]:
+    """Return the settings `parallel`; an encoder has the LLM's tp, as in the runs that have one."""
+    encoders = {unit: {"recompute": recompute} for unit in run.model if unit != "llm"}
+    if not run.mesh:
+        return {"placement": "replicated", "shard": "all", "llm": {"recompute": recompute}, **encoders}
+    llm = {"sp": run.mesh["tp"] > 1, "tp_overlap": False, **run.mesh, "recompute": recompute}
+    return {
+        "placement": "unified",
+        "llm": llm,
+        **{unit: {**settings, "tp": run.mesh["tp"]} for unit, settings in encoders.items()},
+    }
 
 
 if __name__ == "__main__":

@@ -1,36 +1,34 @@
-"""Published step times of language models on GPUs, with what is known of the software that they were measured with.
+"""Published step times, with what is known of the software that they were measured with; `known_runs.yaml` holds them.
 
-A run that is held out took no part in choosing any constant of `mmtrain.costs.hardware` or of the executions below:
-its ratio was not known when they were chosen.
+A hash of its name puts each run into one of two halves. Constants of `mmtrain.costs` and of the executions below may be
+fitted to one half; the other half only judges them, and its ratios say how well predictions hold (`held_out`). Before
+there were halves, runs had been chosen by hand: `before` keeps what each was used for.
 """
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
 
-from mmtrain.costs.framework import Execution
-from mmtrain.costs.hardware import GB, Hardware
+import yaml
+
+from mmtrain.costs.framework import OWN_RUNTIME, Execution
+from mmtrain.costs.hardware import GB, Hardware, Link
 from mmtrain.costs.hardware_presets import PRESETS
 
-NARAYANAN = "Narayanan et al., arXiv 2104.04473, table 1; microbatches: Megatron-LM, examples/sc21/run_table_1.sh"
-KORTHIKANTI = "Korthikanti et al., arXiv 2205.05198, table 5"
-TITAN_A100 = "pytorch/torchtitan, docs/performance.md"
-TITAN_H100 = "pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md"
-FOUNDRY = "mosaicml/llm-foundry, scripts/train/benchmarking/README.md"
+RUNS_FILE = Path(__file__).with_suffix(".yaml")
+MAX_QUOTATION = 100  # characters
+LayoutKind = Literal["pipeline", "cp", "tp x dp", "FSDP"]
 
 # Megatron-LM before FlashAttention, with dropout, learned positions and fused norm, softmax and bias-dropout-add.
 # Its optimizer zeroes, unscales, checks, clips and converts in passes of their own: 58 bytes per parameter. Until 2022
 # the fp16 gradient of a microbatch was added to the fp32 sum by a kernel (12 bytes); then inside the GEMM.
 MEGATRON_2021 = Execution(fused_attention=False, dropout=True, rotation_moves=0, optimizer_bytes=58, gradient_bytes=12)
-# Selective recomputation: scores are computed again in backward (Korthikanti et al.).
-MEGATRON_2022 = replace(MEGATRON_2021, recomputes_attention=True, gradient_bytes=0)
 # torchtitan without torch.compile. RMSNorm: to fp32 (3), square (4), mean (2), scale (4), back (3), weight (2).
 # Rotation of complex fp32 numbers: 3 + 4 + 3. SiLU and its product are two kernels.
 TITAN_EAGER = Execution(norm_moves=18, rotation_moves=10, activation_extra_moves=2)
-# With selective checkpointing by operation, which computes every second GEMM and all element-wise work again.
-TITAN_EAGER_SELECTIVE = replace(TITAN_EAGER, recomputed_gemms=0.5, recomputes_elementwise=True)
-# torch.compile fuses norms, rotation and activation.
-TITAN_COMPILED_SELECTIVE = Execution(recomputed_gemms=0.5, recomputes_elementwise=True)
 # MPT: torch's fused LayerNorm, positions inside attention, AdamW in passes of its own. Its benchmarks take the Triton
 # kernel of FlashAttention by default (submit_benchmarks.py), 1.3 to 2.5 times slower than FlashAttention-2 (arXiv
 # 2307.08691, section 4.1). FSDP of torch 2.0 with `limit_all_gathers`: the host waits for memory of earlier gathers,
@@ -39,8 +37,23 @@ TITAN_COMPILED_SELECTIVE = Execution(recomputed_gemms=0.5, recomputes_elementwis
 FOUNDRY_EAGER = Execution(
     attention_slowdown=1.9, rotation_moves=0, optimizer_bytes=80, overlaps_shards=False, copies_shards=False
 )
-
-A100, H100 = PRESETS["a100-80g"], PRESETS["h100-80g"]
+EXECUTIONS: dict[str, Execution] = {
+    "own": OWN_RUNTIME,
+    "megatron 2021": MEGATRON_2021,
+    # Selective recomputation: scores are computed again in backward (Korthikanti et al.).
+    "megatron 2022": replace(MEGATRON_2021, recomputes_attention=True, gradient_bytes=0),
+    "torchtitan eager": TITAN_EAGER,
+    # Selective checkpointing by operation computes every second GEMM and all element-wise work again.
+    "torchtitan eager, selective": replace(TITAN_EAGER, recomputed_gemms=0.5, recomputes_elementwise=True),
+    # torch.compile fuses norms, rotation and activation.
+    "torchtitan compiled, selective": Execution(recomputed_gemms=0.5, recomputes_elementwise=True),
+    "llm-foundry": FOUNDRY_EAGER,
+    # `save_dot_except_mlpwi` computes gate and up projection again, 0.55 of the GEMMs of a block of Llama 2 70B, and
+    # all that is no GEMM.
+    "maxtext": Execution(recomputed_gemms=0.55, recomputes_elementwise=True, recomputes_attention=True),
+    # `save_dot_only` keeps GEMMs alone. Positions are learned.
+    "pax": Execution(rotation_moves=0, recomputes_elementwise=True),
+}
 
 
 def at_power(hardware: Hardware, watts: float, design_watts: float) -> Hardware:
@@ -59,103 +72,115 @@ def at_power(hardware: Hardware, watts: float, design_watts: float) -> Hardware:
     )
 
 
-# "96GB HBM2e with 2.4 TB/sec peak memory bandwidth", "500W power limit".
-H100_OF_TITAN = replace(at_power(H100, 500, 700), memory_bytes_per_s=2400 * GB)
+HARDWARE: dict[str, Hardware] = {
+    "a100": PRESETS["a100-80g"],
+    # BLOOM's nodes: four Omni-Path links of 100 Gb/s for eight GPUs.
+    "a100, Omni-Path": replace(PRESETS["a100-80g"], inter_node=Link(12 * GB, 20e-6, 4e-6), ports_per_rank=4 / 8),
+    "a800": PRESETS["a800-80g"],
+    "h100": PRESETS["h100-80g"],
+    # torchtitan: "96GB HBM2e with 2.4 TB/sec peak memory bandwidth", "500W power limit".
+    "h100 at 500 W": replace(at_power(PRESETS["h100-80g"], 500, 700), memory_bytes_per_s=2400 * GB),
+    "h200, 4 a node": replace(PRESETS["h200-141g"], ranks_per_node=4),
+}
 
 
 @dataclass(frozen=True)
 class KnownRun:
-    """A published run."""
+    """A published run, as near to it as a recipe can state it."""
 
     name: str
-    source: str
+    source: str  # repository@commit and path, or arXiv
+    quotation: str
     seconds: float  # of a step, published
     hardware: Hardware
     ranks: int
-    llm: Mapping[str, Any]
-    sequence: int  # tokens of each sample
+    model: Mapping[str, Any]
+    sequence: int  # LLM tokens of each sample
     per_microbatch: int  # samples
     num_microbatches: int  # of a step, of all replicas
-    execution: Execution
+    kernels: str  # a key of `EXECUTIONS`
     mesh: Mapping[str, Any] = field(default_factory=dict)  # empty: all ranks share one copy of the model (FSDP)
-    recompute: str = "none"
-    held_out: bool = False
+    recompute: float = 0.0  # share of the layers; between 0 and 1 a run is priced between none and all
+    lora_rank: int | None = None
+    text: int | None = None  # text tokens of a sample that also has media; None: all of `sequence`
+    vision: str = ""  # patches of a sample, as `count,text,vision` files state them
+    before: str = "new"  # "used" in choosing constants or "held out", when a run's half was chosen by hand
+    note: str = ""  # what the recipe cannot state, or the source does not
+
+    @property
+    def execution(self) -> Execution:
+        """Whose kernels it ran."""
+        return EXECUTIONS[self.kernels]
+
+    @property
+    def held_out(self) -> bool:
+        """Whether it only judges: no constant may be fitted to it. By a hash of its name alone, never by hand."""
+        return hashlib.sha256(self.name.encode()).digest()[0] % 2 == 1
+
+    @property
+    def layout(self) -> LayoutKind:
+        """The kind of layout that it is priced as."""
+        if not self.mesh:
+            return "FSDP"
+        if self.mesh["pp"] > 1:
+            return "pipeline"
+        return "cp" if self.mesh.get("cp", 1) > 1 else "tp x dp"
+
+    @property
+    def has_encoder(self) -> bool:
+        """Whether the model reads anything but text."""
+        return len(self.model) > 1
+
+    @property
+    def group(self) -> str:
+        """What it is compared with: kind of GPU, kind of layout, and an encoder if there is one."""
+        return f"{self.hardware.name}, {self.layout}" + (", with an encoder" if self.has_encoder else "")
 
 
-def _gpt(layers: int, hidden: int, heads: int, vocab: int = 51200) -> dict[str, Any]:
-    return {"layers": layers, "hidden": hidden, "heads": heads, "ffn": 4 * hidden, "vocab": vocab, "mlp": "gelu"}
+@cache
+def known_runs() -> tuple[KnownRun, ...]:
+    """Read all runs."""
+    data = yaml.safe_load(RUNS_FILE.read_text(encoding="utf-8"))
+    return tuple(_read(row, data["models"]) for row in data["runs"])
 
 
-def _mpt(layers: int, hidden: int) -> dict[str, Any]:
-    return _gpt(layers, hidden, hidden // 128, 50368)
-
-
-def _narayanan(
-    name: str, tflops: float, gpus: int, llm: dict[str, Any], batch: tuple[int, int], mesh: tuple[int, int], **more: Any
-) -> KnownRun:
-    """Return a run of table 1 from its FLOP/s a GPU, by the paper's count of FLOPs (recomputation included).
-
-    batch: samples of a step and of a microbatch. mesh: tensor- and pipeline-parallel sizes.
-    """
-    (global_batch, per_microbatch), (tp, pp) = batch, mesh
-    tokens, hidden = 2048, llm["hidden"]
-    per_layer = 1 + tokens / (6 * hidden) + llm["vocab"] / (16 * llm["layers"] * hidden)
-    flops = 96 * global_batch * tokens * llm["layers"] * hidden**2 * per_layer
+def _read(row: Mapping[str, Any], models: Mapping[str, Any]) -> KnownRun:
+    run, batch, model = row["run"], row["batch"], models[row["run"]["model"]]
     return KnownRun(
-        name, NARAYANAN, flops / (gpus * tflops * 1e12), A100, gpus, llm, tokens, per_microbatch,
-        global_batch // per_microbatch, MEGATRON_2021, {"tp": tp, "pp": pp, "dp": gpus // tp // pp, "sp": False},
-        "all", **more,
-    )  # fmt: skip
-
-
-def _foundry(
-    name: str, rate: float, on: Hardware, gpus: int, llm: dict[str, Any], samples: tuple[int, int, int], **more: Any
-) -> KnownRun:
-    """Return a run from its tokens a second and GPU; samples: tokens of one, samples and microbatches of a GPU."""
-    sequence, per_microbatch, num_microbatches = samples
-    seconds = sequence * per_microbatch * num_microbatches / rate
-    return KnownRun(
-        name, FOUNDRY, seconds, on, gpus, llm, sequence, per_microbatch, num_microbatches * gpus, FOUNDRY_EAGER, **more
+        name=row["name"],
+        source=row["source"],
+        quotation=row["quote"],
+        seconds=_seconds(row, model),
+        hardware=HARDWARE[run["hardware"]],
+        ranks=run["ranks"],
+        model=model,
+        sequence=batch["sequence"],
+        per_microbatch=batch["samples"],
+        num_microbatches=batch["microbatches"],
+        kernels=run["kernels"],
+        mesh=row.get("mesh", {}),
+        recompute=1.0 if row.get("recompute") == "all" else row.get("recompute", 0.0),
+        lora_rank=row.get("lora_rank"),
+        text=batch.get("text"),
+        vision=batch.get("vision", ""),
+        before=row.get("before", "new"),
+        note=row.get("note", ""),
     )
 
 
-_LLAMA3 = {"kv_heads": 8, "vocab": 128256}
-_LLAMA3_8B = {"layers": 32, "hidden": 4096, "heads": 32, "ffn": 14336, **_LLAMA3}
-_LLAMA3_70B = {"layers": 80, "hidden": 8192, "heads": 64, "ffn": 28672, **_LLAMA3}
-_LLAMA2_13B = {"layers": 40, "hidden": 5120, "heads": 40, "ffn": 13824, "vocab": 32000}
+def _seconds(row: Mapping[str, Any], model: Mapping[str, Any]) -> float:
+    """Return the seconds of a step from what was published: seconds, tokens a second and GPU, or TFLOP/s of a GPU.
 
-KNOWN_RUNS = (
-    _narayanan("GPT 1.7B", 137, 32, _gpt(24, 2304, 24), (512, 16), (1, 1)),
-    _narayanan("GPT 7.5B", 142, 128, _gpt(36, 4096, 32), (512, 16), (4, 1), held_out=True),
-    _narayanan("GPT 18B", 135, 256, _gpt(40, 6144, 48), (1024, 8), (8, 1)),
-    KnownRun("GPT 22B", KORTHIKANTI, 1.10, A100, 8, _gpt(48, 6144, 64), 2048, 4, 1, MEGATRON_2022,
-             {"tp": 8, "pp": 1, "dp": 1}),
-    KnownRun("GPT 175B", KORTHIKANTI, 13.75, A100, 64, _gpt(96, 12288, 96), 2048, 1, 64, MEGATRON_2022,
-             {"tp": 8, "pp": 8, "vpp": 3, "dp": 1}),
-    KnownRun("GPT 530B", KORTHIKANTI, 37.83, A100, 280, _gpt(105, 20480, 128), 2048, 1, 280, MEGATRON_2022,
-             {"tp": 8, "pp": 35, "vpp": 3, "dp": 1}),
-    KnownRun("GPT 1T", KORTHIKANTI, 71.49, A100, 512, _gpt(128, 25600, 160), 2048, 1, 512, MEGATRON_2022,
-             {"tp": 8, "pp": 64, "dp": 1}, held_out=True),
-    KnownRun("Llama 3 8B", TITAN_A100, 8192 / 2973, A100, 64, _LLAMA3_8B, 8192, 1, 64, TITAN_EAGER_SELECTIVE),
-    KnownRun("Llama 3 70B", TITAN_A100, 8192 / 331, A100, 64, _LLAMA3_70B, 8192, 1, 64, TITAN_EAGER,
-             recompute="all"),
-    KnownRun("Llama 2 13B", TITAN_A100, 2 * 4096 / 2162, A100, 64, _LLAMA2_13B, 4096, 2, 64, TITAN_EAGER,
-             held_out=True),
-    KnownRun("Llama 3.1 8B", TITAN_H100, 2 * 8192 / 5762, H100_OF_TITAN, 8, _LLAMA3_8B, 8192, 2, 8,
-             TITAN_EAGER_SELECTIVE),
-    KnownRun("Llama 3.1 8B compiled", TITAN_H100, 2 * 8192 / 6667, H100_OF_TITAN, 8, _LLAMA3_8B, 8192, 2, 8,
-             TITAN_COMPILED_SELECTIVE),
-    KnownRun("Llama 3.1 8B on 128", TITAN_H100, 2 * 8192 / 5605, H100_OF_TITAN, 128, _LLAMA3_8B, 8192, 2, 128,
-             TITAN_EAGER_SELECTIVE, held_out=True),
-    _foundry("MPT 7B", 4641, A100, 8, _mpt(32, 4096), (2048, 6, 2)),
-    _foundry("MPT 30B recomputed", 916, A100, 8, _mpt(48, 7168), (2048, 3, 21), recompute="all"),
-    _foundry("MPT 1B, 32k tokens", 6275, A100, 8, _mpt(24, 2048), (32768, 1, 4)),
-    _foundry("MPT 7B", 10643, H100, 8, _mpt(32, 4096), (2048, 6, 1)),
-    _foundry("MPT 3B, 8k tokens", 16578, H100, 8, _mpt(32, 2560), (8192, 3, 6)),
-    _foundry("MPT 13B", 4800, H100, 64, _mpt(40, 5120), (2048, 2, 1)),
-    _foundry("MPT 70B recomputed", 1039, H100, 64, _mpt(80, 8192), (2048, 8, 4), recompute="all"),
-    _foundry("MPT 7B, 8k recomputed", 3206, A100, 8, _mpt(32, 4096), (8192, 8, 2), recompute="all", held_out=True),
-    _foundry("MPT 3B on 64", 22525, H100, 64, _mpt(32, 2560), (2048, 6, 3), held_out=True),
-    _foundry("MPT 1B on 64", 44402, H100, 64, _mpt(24, 2048), (2048, 20, 1), held_out=True),
-    _foundry("MPT 30B on 32", 2308, H100, 32, _mpt(48, 7168), (2048, 14, 3), recompute="all", held_out=True),
-)  # fmt: skip
+    FLOPs are counted as Narayanan et al. do (arXiv 2104.04473, appendix), with a forward more if all is recomputed.
+    """
+    measured, batch, ranks = row["measured"], row["batch"], row["run"]["ranks"]
+    samples, tokens = batch["samples"] * batch["microbatches"], batch["sequence"]
+    if "seconds" in measured:
+        return float(measured["seconds"])
+    if "tokens_per_s" in measured:
+        return float(samples * tokens / ranks / measured["tokens_per_s"])
+    llm, passes = model["llm"], 4 if measured["recomputed"] else 3
+    layers, hidden = llm["layers"], llm["hidden"]
+    of_blocks = 24 * passes * samples * tokens * layers * hidden**2 * (1 + tokens / (6 * hidden))
+    of_head = 6 * samples * tokens * hidden * llm["vocab"]
+    return float((of_blocks + of_head) / (ranks * measured["tflops"] * 1e12))
