@@ -1,15 +1,17 @@
 """Compare predicted step times with published ones, by hardware, kind of layout, and whether there is an encoder.
 
     python -m scripts.bench_known [--only NAME] [--hardware NAME] [--group WORDS] [--half fit|judge]
+    python -m scripts.bench_known --half judge --write
 
 Each run of `scripts/known_runs.yaml` is planned as it was published: mesh, batch, sequence length and recomputation;
 memory is ignored. It is priced twice: with the kernels of the framework that was measured, and with mmtrain's own, as
 `mmtrain plan` prices it. No run has a factor of its own. Constants may be fitted to the half `fit` alone.
+`--write` puts the ratios of the other half, with our own kernels, where plans find them and into the pages that state
+them.
 
 An error is how far predicted and published seconds lie apart, as a share of the smaller: 15% for 1.15 and 1 / 1.15.
 """
 
-import math
 import statistics
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -20,17 +22,20 @@ import yaml
 
 from mmtrain.costs import AnalyticCosts
 from mmtrain.costs.framework import OWN_RUNTIME, Execution
+from mmtrain.costs.published_errors import HIGH_SHARE, PublishedError, PublishedErrors, bound_of_share, error_of
 from mmtrain.data import build_index
 from mmtrain.planning.formulate import formulate_problem
-from mmtrain.planning.planner import plan
+from mmtrain.planning.planner import search_placements
+from mmtrain.planning.space.budget import SamplingBudget, SearchBudget
 from mmtrain.planning.space.problem import PlanningProblem
 from mmtrain.recipe import load_recipe, recipe_fingerprint
 from scripts.known_runs import KnownRun, known_runs
 from scripts.measurements import Report, arguments, start
+from scripts.stated_errors import write_errors
 
 GOOD_ERROR = 0.15
+BUDGET = SearchBudget(sampling=SamplingBudget(num_batches=1))  # samples are equal, so all batches are
 HALVES = {"fit": False, "judge": True}  # -> whether its runs are held out
-HIGH_SHARE = 0.9  # of the runs, whose errors the second quantile bounds
 
 
 @dataclass(frozen=True)
@@ -59,7 +64,10 @@ def main() -> None:
     parser.add_argument("--hardware", help="runs on this preset alone")
     parser.add_argument("--group", help="groups alone whose names have these words, as in `h100-80g, FSDP`")
     parser.add_argument("--half", choices=tuple(HALVES), help="one half of the runs alone")
+    parser.add_argument("--write", action="store_true", help="state the errors of the half that judges anew")
     options = parser.parse_args()
+    if options.write and (options.only or options.hardware or options.group or options.half == "fit"):
+        parser.error("--write: needs all runs of the half `judge`; leave --only, --hardware and --group out")
     report = start("Published step times in two halves", options)
     chosen = [
         run
@@ -69,7 +77,27 @@ def main() -> None:
         and (options.group or "") in run.group
         and (options.half is None or run.held_out == HALVES[options.half])
     ]
-    report_groups(report, report_runs(report, chosen))
+    comparisons = report_runs(report, chosen)
+    report_groups(report, comparisons)
+    if options.write:
+        write_errors(errors_of(comparisons))
+
+
+def errors_of(comparisons: Sequence[Comparison]) -> PublishedErrors:
+    """Return the ratios of all held-out runs, as plans state them."""
+    held_out = (comparison for comparison in comparisons if comparison.run.held_out)
+    return PublishedErrors(
+        runs=tuple(
+            PublishedError(
+                name=comparison.run.name,
+                hardware=comparison.run.hardware.name,
+                layout=comparison.run.layout,
+                is_multimodal=comparison.run.has_encoder,
+                ratio=round(comparison.own_ratio, 4),
+            )
+            for comparison in held_out
+        )
+    )
 
 
 def report_runs(report: Report, runs: Sequence[KnownRun]) -> list[Comparison]:
@@ -113,16 +141,6 @@ def _error_cells(ratios: Sequence[float]) -> Iterator[str]:
     yield f"{sum(error <= GOOD_ERROR for error in errors)} of {len(errors)}"
 
 
-def error_of(ratio: float) -> float:
-    """Return how far two durations lie apart, as a share of the smaller, from their ratio."""
-    return max(ratio, 1 / ratio) - 1
-
-
-def bound_of_share(errors: Sequence[float], share: float) -> float:
-    """Return the least of the errors that at least this share of them does not exceed."""
-    return sorted(errors)[math.ceil(share * len(errors)) - 1]
-
-
 def compare(run: KnownRun) -> Comparison:
     """Predict a run with its framework's kernels and with our own."""
     seconds = predicted_seconds(run, run.execution)
@@ -143,7 +161,8 @@ def predicted_seconds(run: KnownRun, execution: Execution) -> float:
         if share:
             with tempfile.TemporaryDirectory() as folder:
                 problem = planning_problem(run, execution, recompute, Path(folder))
-                seconds += share * plan(problem).predicted.step_time_s
+                _, results = search_placements(problem, BUDGET)  # as `plan`, without its proof of the program
+                seconds += share * results.candidates[0].step_time_s
     return seconds
 
 
@@ -156,6 +175,7 @@ def planning_problem(run: KnownRun, execution: Execution, recompute: str, folder
         world_size=run.ranks,
         hardware=run.hardware.name,
         recipe_sha256=recipe_fingerprint(recipe),
+        budget=BUDGET,
     )
     hardware = replace(run.hardware, memory_bytes=problem.hardware.memory_bytes).at_pace_of(run.ranks)
     costs = AnalyticCosts(hardware, problem.precision, execution)

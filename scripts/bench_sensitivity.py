@@ -81,12 +81,11 @@ def rows(candidates: Sequence[Candidate], evaluator: Evaluator, perturbations: S
 def compared_plans(candidates: Sequence[Candidate], evaluator: Evaluator) -> list[Candidate]:
     """Return the chosen plan, the next one of its placement with other degrees of parallelism, and the best of others.
 
-    The next one must be near: beyond the band of the costs, or the largest change, it does not win.
+    The next one must be near: beyond the largest change it does not win.
     """
     chosen = candidates[0]
-    band = min(evaluator.problem.hardware.expected_ratio, LARGEST_CHANGE)
     alike = [c for c in candidates if c.placement == chosen.placement and _degrees(c) != _degrees(chosen)]
-    near = [rival for rival in alike[:1] if rival.step_time_s <= band * chosen.step_time_s]
+    near = [rival for rival in alike[:1] if rival.step_time_s <= LARGEST_CHANGE * chosen.step_time_s]
     return [chosen, *near, *(best for best in _first_by_placement(candidates) if best.placement != chosen.placement)]
 
 

@@ -10,17 +10,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 
 from mmtrain.costs.framework import OWN_RUNTIME, Execution
 from mmtrain.costs.hardware import GB, Hardware, Link
 from mmtrain.costs.hardware_presets import PRESETS
+from mmtrain.costs.published_errors import LayoutKind, layout_kind
 
 RUNS_FILE = Path(__file__).with_suffix(".yaml")
 MAX_QUOTATION = 100  # characters
-LayoutKind = Literal["pipeline", "cp", "tp x dp", "FSDP"]
 
 # Megatron-LM before FlashAttention, with dropout, learned positions and fused norm, softmax and bias-dropout-add.
 # Its optimizer zeroes, unscales, checks, clips and converts in passes of their own: 58 bytes per parameter. Until 2022
@@ -120,11 +120,7 @@ class KnownRun:
     @property
     def layout(self) -> LayoutKind:
         """The kind of layout that it is priced as."""
-        if not self.mesh:
-            return "FSDP"
-        if self.mesh["pp"] > 1:
-            return "pipeline"
-        return "cp" if self.mesh.get("cp", 1) > 1 else "tp x dp"
+        return layout_kind(is_sharded=not self.mesh, pp=self.mesh.get("pp", 1), cp=self.mesh.get("cp", 1))
 
     @property
     def has_encoder(self) -> bool:

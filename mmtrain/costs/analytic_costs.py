@@ -108,8 +108,8 @@ class AnalyticCosts:
 
     @property
     def source(self) -> str:
-        """Name of the preset, marked as modelled, and its band: nothing was measured on the machine that will run."""
-        return f"modelled: {self.hardware.name}, {self.hardware.band}"
+        """Name of the preset, marked as modelled: nothing was measured on the machine that will run."""
+        return f"modelled: {self.hardware.name}"
 
     @property
     def holds_tp_waits(self) -> bool:

@@ -86,7 +86,6 @@ class MeasuredDevice:
             ranks_per_node=self.ranks,
             ports_per_rank=1 / self.ranks,
             host_memory_bytes=0.0,
-            expected_ratio=2.0,
         )
 
 

@@ -61,18 +61,12 @@ class Hardware:
     memory_efficiency: float = 1.0  # share of `memory_bytes_per_s` that element-wise kernels reach
     time_spread: TimeSpread = NO_SPREAD  # of the compute times of ranks of this kind
     slowest_rank_ratio: float = 1.0  # compute time that costs are stated for, over that of a mean rank
-    expected_ratio: float = 1.15  # within which a modelled step time is expected to lie of the measured one
+    own_run_ratios: tuple[float, float] | None = None  # of mmtrain's own runs: measured over modelled steps, the range
     overlap_slowdown: float = 1.0  # share of a collective's time that GEMMs beside it lose; 1: nothing is hidden
     host_bytes_per_s: float | None = None  # to or from pinned host memory; None: memory is the host's
     host_memory_bytes: float = 0.0  # that a rank may fill with activations
     rail_optimized: bool = False  # the k-th ranks of all nodes share a switch, and only these do
     spans_machines: bool = False  # a node holds several machines, so a launcher's ranks on one are fewer
-
-    @property
-    def band(self) -> str:
-        """Return within what a modelled step time is expected to lie of the measured one, as text."""
-        ratio = self.expected_ratio
-        return f"within {ratio - 1:.0%}" if ratio < 2 else f"within a factor of {ratio:g}"
 
     def at_pace_of(self, num_ranks: int) -> "Hardware":
         """Return the hardware as the slowest of so many ranks computes, for which all of them wait."""

@@ -121,8 +121,7 @@ class MeasuredCosts:
         if self.table.is_recorded:
             parts.append(f"corrected by what {run} recorded")
         if self.missing:
-            modelled = f"modelled ({self.model.hardware.name}, {self.model.hardware.band})"
-            parts.append(f"{modelled}: {', '.join(sorted(self.missing))}")
+            parts.append(f"modelled ({self.model.hardware.name}): {', '.join(sorted(self.missing))}")
         if self.extrapolated:
             parts.append(f"extrapolated: {', '.join(sorted(self.extrapolated))}")
         if self.replaced:

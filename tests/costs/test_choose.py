@@ -137,7 +137,7 @@ def test_the_source_says_how_to_measure_missing_layers() -> None:
     assert "mmtrain profile" not in costs.source
     costs.seconds(LayerWork(unmeasured, 2, TokenLoad(10, 100, 10, 1), "forward"))
     assert costs.source.endswith(
-        "modelled (h200-141g, within 15%): decoder_block tp2; `mmtrain profile` on such hardware measures them"
+        "modelled (h200-141g): decoder_block tp2; `mmtrain profile` on such hardware measures them"
     )
 
 

@@ -132,7 +132,7 @@ def test_the_source_names_what_was_modelled_or_extrapolated() -> None:
     load = _load(200)
     assert costs.seconds(LayerWork(BLOCK, 2, load, "forward")) == MODEL.seconds(LayerWork(BLOCK, 2, load, "forward"))
     costs.seconds(LayerWork(BLOCK, 1, _load(4096), "forward"))
-    assert "modelled (cpu-core, within a factor of 3): decoder_block tp2" in costs.source
+    assert "modelled (cpu-core): decoder_block tp2" in costs.source
     assert "extrapolated: decoder_block tp1 beyond 64 to 512 tokens" in costs.source
 
 

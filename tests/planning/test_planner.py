@@ -10,6 +10,9 @@ import numpy as np
 import pytest
 
 from mmtrain.balance import ItemLengths, SampleLengths
+from mmtrain.costs import preset
+from mmtrain.costs.framework import Execution
+from mmtrain.costs.published_errors import LayoutKind, expected_error
 from mmtrain.errors import PlanError
 from mmtrain.models.shapes.model_shape import build_model_shape
 from mmtrain.planning import Plan, stage_graph
@@ -34,7 +37,7 @@ def test_a_plan_is_complete() -> None:
     chosen = planned(recipe(), 4, top=5)
     assert chosen.world_size == 4
     assert chosen.recipe_sha256 == "f" * 64
-    assert chosen.predicted.cost_source == "modelled: cpu-core, within a factor of 3"
+    assert chosen.predicted.cost_source == "modelled: cpu-core, our own runs took 1.1 to 2.9 times as long"
     assert 0 < chosen.predicted.mfu < 1
     assert chosen.predicted.step_time_s > 0
     assert chosen.predicted.tokens_per_s_per_gpu > 0
@@ -48,6 +51,28 @@ def test_a_plan_is_complete() -> None:
     placements = {chosen.placement, *(other.placement for other in chosen.alternatives)}
     assert placements == {"unified", "disaggregated", "colocated", "replicated"}
     assert stage_graph(chosen, build_model_shape(recipe())).world_size == 4
+
+
+@pytest.mark.parametrize(
+    ("parallel", "layout"),
+    [
+        ({"placement": "unified", "llm": {"pp": 1}}, "tp x dp"),
+        ({"placement": "unified", "llm": {"pp": 2}}, "pipeline"),
+        ({"placement": "disaggregated", "llm": {"pp": 1}}, "pipeline"),
+        ({"placement": "replicated", "shard": "all"}, "FSDP"),
+        ({"placement": "replicated", "zero": 1}, "tp x dp"),
+    ],
+)
+def test_a_modelled_plan_states_the_errors_of_runs_like_it(parallel: dict[str, Any], layout: LayoutKind) -> None:
+    chosen = planned(recipe(parallel=parallel), 4, "h100-80g", top=1)
+    expected = expected_error(preset("h100-80g"), layout, is_multimodal=True)
+    assert chosen.predicted.cost_source == f"modelled: h100-80g, {expected}"
+
+
+def test_other_kernels_than_ours_state_no_error() -> None:
+    problem = problem_for(recipe(), "h100-80g", 2)
+    costs = replace(problem.costs, execution=Execution(dropout=True))  # type: ignore[type-var]
+    assert plan(replace(problem, costs=costs)).predicted.cost_source == "modelled: h100-80g"
 
 
 @pytest.mark.parametrize("placement", ["unified", "disaggregated"])

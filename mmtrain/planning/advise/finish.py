@@ -9,8 +9,10 @@ import numpy as np
 
 from mmtrain.balance.dispatch.phase_loads import OffNodeVolume, mean_off_node_volumes, off_node_volumes
 from mmtrain.balance.grouping.imbalance import dist_ratio
-from mmtrain.costs import RankMemory, num_parameters
+from mmtrain.costs import AnalyticCosts, RankMemory, num_parameters
+from mmtrain.costs.framework import OWN_RUNTIME
 from mmtrain.costs.hardware import ELEMENT_BYTES, GIB
+from mmtrain.costs.published_errors import expected_error, layout_kind
 from mmtrain.models.shapes.model_shape import UnitShape, unit_offload
 from mmtrain.planning.advise.why_slower import explain_measured_slower, explain_slower
 from mmtrain.planning.artifact.plan import (
@@ -121,12 +123,24 @@ def predict(chosen: Candidate, evaluator: Evaluator) -> Prediction:
             ranks: round(held.host_activations / GIB, 4) for ranks, held in memory.items() if held.host_activations
         },
         bubbles=dict(chosen.bubbles),
-        cost_source=layer_costs.costs.source,
+        cost_source=_cost_source(chosen, evaluator),
         scheduling_efficiency=efficiency,
         coarse_scheduling_efficiency=coarse_efficiency,
         memory_gib=round(machine.memory_bytes / GIB, 4),
         balance=stage_balance(chosen, evaluator),
     )
+
+
+def _cost_source(chosen: Candidate, evaluator: Evaluator) -> str:
+    """Say where costs come from, and if they are modelled as mmtrain runs, how far such predictions were off."""
+    costs, problem = evaluator.layer_costs.costs, evaluator.problem
+    if not isinstance(costs, AnalyticCosts) or costs.execution != OWN_RUNTIME:
+        return costs.source
+    assignment, llm = chosen.assignment, chosen.assignment.meshes[LLM]
+    stages = 2 if chosen.placement == "disaggregated" else llm.pp  # units on ranks of their own wait for each other
+    layout = layout_kind(is_sharded=assignment.shard is not None, pp=stages, cp=llm.cp)
+    is_multimodal = len(problem.shape.units) > 1
+    return f"{costs.source}, {expected_error(problem.hardware, layout, is_multimodal=is_multimodal)}"
 
 
 def reject_slower(loser: Candidate, chosen: Candidate) -> Rejected:
