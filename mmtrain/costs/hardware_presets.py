@@ -97,7 +97,7 @@ _A100 = Hardware(
 )
 
 # NVIDIA A800 SXM: an A100 whose NVLink has 400 GB/s in both directions together instead of 600 (Reuters, 2022-11-07).
-# Efficiencies and ports between nodes are taken to be the A100's; no published run of this GPU has been compared.
+# Efficiencies and ports between nodes are taken to be the A100's.
 _A800 = replace(_A100, name="a800-80g", intra_node=Link(160 * GB, 10 * US, 1 * US))
 
 # Nodes of the papers, with a network of their own. OmniBal (arXiv 2407.20761), table 15: A100 with four or two ports of
