@@ -110,6 +110,11 @@ class PerturbedTable:
         """Whether layers were measured on TP groups."""
         return self.measured.holds_tp_waits
 
+    @property
+    def tp_traffic(self) -> float:
+        """What the layers were measured with."""
+        return self.measured.tp_traffic
+
     def seconds(self, work: LayerWork) -> float:
         """Return the seconds that one rank spends on a pass; see `CostModel`."""
         return self._scaled(lambda costs: costs.seconds(work))

@@ -117,6 +117,11 @@ class AnalyticCosts:
         return False
 
     @property
+    def tp_traffic(self) -> float:
+        """Bytes of a block's tensor-parallel collectives over those of Megatron-LM: what the framework moves."""
+        return self.execution.tp_traffic
+
+    @property
     def element_bytes(self) -> int:
         """Bytes of one activation."""
         return ELEMENT_BYTES[self.precision]
@@ -161,7 +166,7 @@ class AnalyticCosts:
         compute = self.block_compute(work)
         if work.tp == 1:
             return pieces_of(compute, {})
-        nbytes = work.load.tokens * work.layer.hidden * self.element_bytes
+        nbytes = round(self.tp_traffic * work.load.tokens * work.layer.hidden * self.element_bytes)
         beside = self.compute_beside(work)
         return pieces_of(compute, piece_collectives(self, nbytes, work.tp, work.direction, beside, work.split))
 
@@ -362,16 +367,20 @@ class AnalyticCosts:
         is_backward = direction == "backward"
         hardware = self.hardware
         slowdown = hardware.slowest_rank_ratio * self.execution.attention_slowdown
-        peak = hardware.peak_flops(self.precision) / slowdown
+        peak = hardware.clock * hardware.peak_flops(self.precision) / slowdown
         if not self.execution.fused_attention:
             again = is_backward and self.execution.recomputes_attention
             return (1 + is_backward + again) * self._unfused_attention(layer, tp, load, peak)
-        forward_s = flops / (peak * hardware.attention_efficiency)
+        kernel = hardware.attention_kernel(self.execution.attention_kernel)
+        keys, causal, width = mixer.mean_keys(load), mixer.attention.causal, mixer.attention.head_dim
+        share = hardware.attention_efficiency * kernel.efficiency(width, keys, causal, is_backward=False)
+        forward_s = flops / (peak * share)
         if not is_backward:
             return forward_s
         if not hardware.attention_backward_efficiency:
             return 2 * forward_s
-        backward_s = ATTENTION_BACKWARD_RATIO * flops / (peak * hardware.attention_backward_efficiency)
+        share = hardware.attention_backward_efficiency * kernel.efficiency(width, keys, causal, is_backward=True)
+        backward_s = ATTENTION_BACKWARD_RATIO * flops / (peak * share)
         return backward_s + forward_s * self.execution.recomputes_attention
 
     def _unfused_attention(self, layer: LayerShape, tp: int, load: TokenLoad, peak: float) -> float:
@@ -382,7 +391,7 @@ class AnalyticCosts:
             num_pairs, length = mixer_arithmetic(layer).query_key_pairs(load), layer.projector.features_per_item
         num_scores = attention.heads * num_pairs // tp
         share_of_peak = self.hardware.efficiency_at(length * attention.heads // tp, length, attention.head_dim)
-        products_s = 4 * num_scores * attention.head_dim / (peak * share_of_peak)
+        products_s = 4 * num_scores * attention.head_dim * self.hardware.clock / (peak * share_of_peak)
         moved = self.execution.score_moves() * num_scores * self.element_bytes
         return products_s + moved / self.hardware.moved_bytes_per_s
 
@@ -459,4 +468,7 @@ class AnalyticCosts:
             rows, width = load.num_targets, layer.hidden
         if layer.kind == "resampler":
             rows, width = reduced_elements(layer, load, direction), 1
-        return self.collective("all_reduce", rows * width * self.element_bytes, GroupLayout(tp))
+        nbytes = rows * width * self.element_bytes
+        if layer.kind in BLOCK_KINDS:
+            nbytes = round(self.tp_traffic * nbytes)
+        return self.collective("all_reduce", nbytes, GroupLayout(tp))

@@ -89,6 +89,16 @@ class AttentionArithmetic:
         pairs_of = _causal_pairs if attention.causal else _pairs_in_pieces
         return round(sum(count * pairs_of(length, window) for count, length in _two_lengths(load)))
 
+    def mean_keys(self, load: TokenLoad) -> float:
+        """Return how many keys a query attends to on average.
+
+        Context-parallel ranks that share a sequence have an even part of its queries and of its pairs.
+        """
+        queries = load.tokens
+        if self.layer.kind == "resampler":
+            queries = load.num_sequences * self.layer.projector.features_per_item
+        return self.query_key_pairs(load) / queries
+
     def num_parameters(self) -> PartParameters:
         """Return the number of parameters."""
         attention, hidden = self.attention, self.layer.hidden

@@ -25,7 +25,8 @@ _SETTING_OF = {"hardware": "cluster.hardware", "precision": "train.precision"}
 def machine_for(recipe: Recipe, hardware: str) -> Hardware:
     """Return the preset named `hardware`, with the values that the recipe's cluster section overrides.
 
-    Ports of a node are shared out among its ranks. Without `cluster.ports_per_node` a rank has the preset's share. The
+    Ports of a node are shared out among its ranks. Without `cluster.ports_per_node` a rank has the preset's share.
+    Attention is that of `train.attention`, if the preset knows its rate. The
     spread of times is the preset's, see `machine_with_spread`: every rank asks for memory, so no table is read here.
 
     Raises:
@@ -36,7 +37,7 @@ def machine_for(recipe: Recipe, hardware: str) -> Hardware:
     ranks_per_node = cluster.ranks_per_node or machine.ranks_per_node
     ports = cluster.ports_per_node
     return replace(
-        machine,
+        machine.with_attention(recipe.train.attention),
         ranks_per_node=ranks_per_node,
         ports_per_rank=machine.ports_per_rank if ports is None else ports / ranks_per_node,
         intra_node=_stated_link(machine.intra_node, cluster.intra_node_gb_per_s, cluster.intra_node_latency_us),

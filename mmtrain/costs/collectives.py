@@ -59,7 +59,7 @@ def _ring_seconds(hardware: Hardware, kind: CollectiveKind, nbytes: int, group: 
         share = passes * (group.size - 1) / group.size
         steps, steps_between = passes * (group.size - 1), passes * (group.nodes - 1)
     steps_s = (steps - steps_between) * hardware.intra_node.step_s + steps_between * hardware.inter_node.step_s
-    return hardware.collective_start_s + steps_s + _flow_seconds(hardware, share * nbytes, group)
+    return hardware.collective_start_s + steps_s + _flow_seconds(hardware, share * nbytes, group, kind)
 
 
 def _tree_seconds(hardware: Hardware, nbytes: int, group: GroupLayout) -> float:
@@ -71,12 +71,15 @@ def _tree_seconds(hardware: Hardware, nbytes: int, group: GroupLayout) -> float:
     in_node = -(-group.size // group.nodes) - 1
     between = (group.nodes - 1).bit_length()
     steps_s = 2 * (in_node * hardware.intra_node.step_s + between * hardware.inter_node.step_s)
-    return hardware.collective_start_s + steps_s + _flow_seconds(hardware, 2.0 * nbytes, group)
+    return hardware.collective_start_s + steps_s + _flow_seconds(hardware, 2.0 * nbytes, group, "all_reduce")
 
 
-def _flow_seconds(hardware: Hardware, nbytes: float, group: GroupLayout) -> float:
+def _flow_seconds(hardware: Hardware, nbytes: float, group: GroupLayout, kind: CollectiveKind) -> float:
     """Return the seconds in which every rank forwards `nbytes`, the ranks of a node at once to the next node."""
-    in_node_s = nbytes / hardware.intra_node.bytes_per_s if group.size > group.nodes else 0.0
+    in_node_s = 0.0
+    if group.size > group.nodes:
+        ranks_on_node = -(-group.size // group.nodes)
+        in_node_s = nbytes / hardware.collective_bytes_per_s(ranks_on_node, is_all_reduce=kind == "all_reduce")
     if group.nodes == 1:
         return in_node_s
     ports = group.fewest_per_node * hardware.ports_per_rank

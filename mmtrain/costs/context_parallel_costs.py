@@ -12,7 +12,7 @@ from mmtrain.costs.hardware import ELEMENT_BYTES, Hardware, Precision
 from mmtrain.costs.layer_arithmetic import gemms as layer_gemms
 from mmtrain.costs.layer_arithmetic import needed_gradients
 from mmtrain.models.shapes.layer_shape import PROJECTOR_KINDS
-from mmtrain.models.shapes.model_shape import LayerShape
+from mmtrain.models.shapes.model_shape import BLOCK_KINDS, LayerShape
 
 BLOCK = "decoder_block"  # the only layer of an LLM in which tokens of a sequence meet
 # By kind: how many numbers norms and residuals move for a token in forward, in widths of the layer (see
@@ -139,6 +139,8 @@ def sequence_parallel_seconds(
     if layer.kind not in _DIVIDED_WIDTHS:  # at both ends, what travels beside the hidden states is gathered too
         width = max(layer.in_width, layer.out_width) if layer.kind == "embedding" else layer.in_width
     row_bytes = width * ELEMENT_BYTES[precision]
+    if layer.kind in BLOCK_KINDS:
+        row_bytes = round(costs.tp_traffic * row_bytes)
     nbytes = load.tokens * row_bytes
     # Without sequence parallelism the head computes only tokens with a target; its shards are of all tokens.
     whole_bytes = load.num_targets * row_bytes if layer.kind == "head" else nbytes
@@ -151,6 +153,7 @@ def sequence_parallel_seconds(
     passes = 1 + 2 * has_backward  # a backward moves twice as much as a forward
     widths = _DIVIDED_WIDTHS[layer.kind] + (_POST_NORM_WIDTHS if layer.post_norms else 0)
     moved = widths * passes * (whole_bytes - nbytes / tp)  # less than without
+    moved /= costs.tp_traffic if layer.kind in BLOCK_KINDS else 1.0
     saved_s = moved / machine.moved_bytes_per_s
     weight_grad = needed_gradients(layer, input_grad)[0]
     if layer.kind == "head":  # its forward has no all-reduce

@@ -141,6 +141,11 @@ class CostModel(Protocol):
         """Whether seconds of layers were measured on TP groups, whose ranks waited for each other."""
         ...
 
+    @property
+    def tp_traffic(self) -> float:
+        """Bytes of a block's tensor-parallel collectives over those of Megatron-LM."""
+        ...
+
     def seconds(self, work: LayerWork) -> float:
         """Return the seconds that one rank spends on a layer's pass.
 

@@ -69,7 +69,14 @@ class MeasuredDevice:
         states it.
         """
         like, peer_bytes_per_s = PRESETS["h100-80g"], self.peer * GB or _UNKNOWN_PEER_BYTES_PER_S
-        curve = replace(like, gemm_efficiency=1.0, half_efficiency_side=128, num_multiprocessors=self.processors)
+        curve = replace(
+            like,
+            gemm_efficiency=1.0,
+            half_efficiency_side=128,
+            num_multiprocessors=self.processors,
+            attention_kernels=(),
+            training_watts=0.0,
+        )
         share = curve.efficiency_at(MEASURED_GEMM_SIDE, MEASURED_GEMM_SIDE, MEASURED_GEMM_SIDE)
         return replace(
             curve,

@@ -22,7 +22,8 @@ class Execution:
     """What one framework does around the GEMMs of a model. "Moves" are numbers read or written for each number."""
 
     fused_attention: bool = True  # FlashAttention; else each head's scores pass through memory
-    attention_slowdown: float = 1.0  # seconds of its attention kernel over those of the preset's
+    attention_kernel: str = ""  # one of the backends whose rates the hardware has; else the one that it assumes
+    attention_slowdown: float = 1.0  # seconds of its attention kernel over those of that one
     dropout: bool = False  # on attention scores and on both outputs of a block
     norm_moves: int = _FUSED_NORM_MOVES
     rotation_moves: int = _FUSED_ROTATION_MOVES
@@ -35,6 +36,7 @@ class Execution:
     optimizer_bytes: int = 4 * (1 + 4 + 4)
     overlaps_shards: bool = True  # FSDP gathers and reduces a layer while it computes the next
     copies_shards: bool = True  # FSDP2 copies out of and into buffers; FSDP1 keeps a layer's weights in one flat buffer
+    tp_traffic: float = 1.0  # bytes of a block's tensor-parallel collectives over those of Megatron-LM
     gradient_bytes: int = 0  # per parameter and microbatch, where a kernel of its own adds gradients up
 
     def extra_elements(self, layer: LayerShape, tokens: int, tp: int) -> float:

@@ -6,10 +6,21 @@ of published runs on that GPU were off (`published_errors`).
 
 from dataclasses import replace
 
+from mmtrain.costs.attention_kernels import (
+    CUDNN_ON_HOPPER,
+    FLASH_ATTENTION_2_ON_AMPERE,
+    FLASH_ATTENTION_2_ON_HOPPER,
+    FLASH_ATTENTION_3_ON_HOPPER,
+    FLASH_ATTENTION_4_ON_BLACKWELL,
+)
 from mmtrain.costs.hardware import GB, GIB, MIB, US, Hardware, Link
 from mmtrain.costs.time_spread import TimeSpread
 
-_FLASH_ATTENTION_2 = ("flash_attn", "varlen")  # torch's `varlen` holds the same kernels
+# Measured GEMMs: ai-dynamo/aiconfigurator@095f58a5, aic-core/src/aiconfigurator_core/systems/data, has seconds of bf16
+# GEMMs of 22 x 22 weights with 1 to 32,768 rows of random numbers, by SGLang and TensorRT-LLM. `gemm_efficiency` and
+# `half_efficiency_side` of a GPU named there are fitted to all above 2 GFLOP, by the curve of `Hardware.efficiency_at`,
+# beside 2.5 to 3.3 us of a kernel, which `kernel_launch_s` holds. Its vLLM collection has weights that are not random,
+# which draws less power, and is left out.
 
 # Measured with torch 2.13, one thread of an AMD EPYC (Zen 4) core: fp32 GEMMs of sides 32 to 2048 reach 13 to
 # 99 GFLOP/s, within 25% of the curve below; streaming through main memory reads and writes 25 GB/s. Small blocks of
@@ -44,11 +55,22 @@ _CPU_CORE = Hardware(
 _NCCL_CHANNEL_BYTES = 40 * MIB
 _NCCL_COMMUNICATOR_BYTES = 160 * MIB
 
+# Of the memory that CUDA states, what its context takes in each process (aiconfigurator, as above: 551 MB). NCCL's
+# buffers are counted for each communicator, what the allocator loses as a share (`costs.rank_memory.MEMORY_MARGIN`).
+_CUDA_CONTEXT_BYTES = 551e6
+
 # What NVLink and InfiniBand carry, for A100, H100 and H200. NCCL counts 20 GB/s for each of an A100's 12 NVLinks
 # and 20.6 for each of an H100's 18 (src/graph/topo.h); its tests reach 233 GB/s on 8 A100 (NVIDIA/nccl#1048). A port of
 # 200 Gb/s carries 24 GB/s (the same place), one of 400 Gb/s 48 (NVIDIA/nccl-tests#267). Steps lie between those of
 # NCCL's protocols for small and for large messages, LL and LL128: 0.6 and 1.9 us over NVLink, 2.7 and 4.0 between
 # nodes, and 7 and 14 us to begin (src/graph/tuning.cc).
+
+# What collectives inside a node reach of these rates: bytes a second from 256 to 512 MiB in isolated calls of NCCL 2.27
+# (A100) and 2.29 (H100, H200) by 2, 4 and 8 GPUs (ai-dynamo/aiconfigurator@095f58a5, comm/nccl): gathers 158, 202 and
+# 222 GB/s, all-reduces 199, 225 and 230 (A100); gathers 270, 329 and 345, all-reduces 328, 356 and 476, by NVLink SHARP
+# (H100, H200).
+_GROUPS_OF_A100 = ((2, 0.66, 0.83), (4, 0.84, 0.94), (8, 0.925, 0.96))
+_GROUPS_OF_H100 = ((2, 0.73, 0.89), (4, 0.89, 0.96), (8, 0.93, 1.29))
 
 # What all GPUs share. GPUs of one type differ by 8% on average in sustained compute (Sinha et al., "Not All GPUs Are
 # Created Equal", SC22), a standard deviation of about 2%. That passes of one layer on one GPU differ by 1% is an
@@ -65,25 +87,26 @@ _PCIE_5_BYTES_PER_S = 50 * GB
 _HALF_OF_HOST_SHARE = 2000 * GB / 8 / 2
 
 # NVIDIA A100 80GB SXM data sheet: 312 TFLOP/s bf16, 19.5 fp32, 2039 GB/s, NVLink 600 GB/s in both directions together.
-# DGX A100 data sheet: 8 GPUs, one 200 Gb/s InfiniBand port each. GEMMs: within its 400 W it sustains 1,305 of 1,410 MHz
-# (NVIDIA's clock for HPL), times 0.93 for what a large product reaches at that clock. A tile's start and end cost as
-# much as a depth of 128. Attention: FlashAttention-2 (arXiv 2307.08691) reports up to 225 TFLOP/s forward and 190
-# backward with heads of 128, causal runs of 2,000 to 8,000 tokens less: 0.6 and 0.5. Element-wise kernels: 85% of the
-# memory's rate, as copies do.
+# DGX A100 data sheet: 8 GPUs, one 200 Gb/s InfiniBand port each. GEMMs: measured as above, 0.805 and 0.813 in two fits,
+# and no slower when they run for long; the best single shape reaches 0.869 (stas00/ml-engineering,
+# compute/accelerator, maximum achievable matmul FLOPS). Element-wise kernels: 85% of the memory's rate, as copies do.
+# Memory: what CUDA states (openxla/xla, xla/tools/hlo_opt/gpu_specs/a100_sxm_80.txtpb); nvidia-smi says 81,920 MiB.
 _A100 = Hardware(
     name="a100-80g",
     fp32_flops=19.5e12,
     bf16_flops=312e12,
-    gemm_efficiency=0.86,
-    half_efficiency_side=128,
-    attention_efficiency=0.6,
-    attention_backward_efficiency=0.5,
-    attention_backends=_FLASH_ATTENTION_2,
+    gemm_efficiency=0.81,
+    half_efficiency_side=100,
+    attention_efficiency=1.0,
+    attention_backward_efficiency=1.0,
+    attention_backends=FLASH_ATTENTION_2_ON_AMPERE.backends,
+    attention_kernels=(FLASH_ATTENTION_2_ON_AMPERE,),
     memory_bytes_per_s=2039 * GB,
     memory_efficiency=0.85,
-    memory_bytes=80 * GB,
+    memory_bytes=85_100_068_864 - _CUDA_CONTEXT_BYTES,
     kernel_launch_s=5 * US,
     intra_node=Link(240 * GB, 10 * US, 1 * US),
+    group_rates=_GROUPS_OF_A100,
     inter_node=Link(24 * GB, 20 * US, 4 * US),
     ranks_per_node=8,
     channel_bytes=_NCCL_CHANNEL_BYTES,
@@ -97,8 +120,10 @@ _A100 = Hardware(
 )
 
 # NVIDIA A800 SXM: an A100 whose NVLink has 400 GB/s in both directions together instead of 600 (Reuters, 2022-11-07).
-# Efficiencies and ports between nodes are taken to be the A100's.
-_A800 = replace(_A100, name="a800-80g", intra_node=Link(160 * GB, 10 * US, 1 * US))
+# Of the 200 in one direction, an all-reduce of 1 GiB reaches 152 on eight GPUs and 148 on four (a public report of
+# NCCL 2.21.5 on A800-SXM4-80GB, 2026-03-18: 12.37 and 10.85 ms). Efficiencies, memory (nvidia-smi: 81,920 MiB) and
+# ports between nodes are the A100's.
+_A800 = replace(_A100, name="a800-80g", intra_node=Link(158 * GB, 10 * US, 1 * US))
 
 # Nodes of the papers, with a network of their own. OmniBal (arXiv 2407.20761), table 15: A100 with four or two ports of
 # 200 Gb/s for the eight GPUs of a node; its H100, with eight ports of 400, are those below. MMScale (DistTrain, arXiv
@@ -116,25 +141,30 @@ _A800_4X200 = replace(
 )
 
 # NVIDIA H100 SXM data sheet: 989 TFLOP/s bf16 dense, 67 fp32, 3.35 TB/s, NVLink 900 GB/s in both directions together.
-# DGX H100 data sheet: 8 GPUs, one 400 Gb/s InfiniBand port each. GEMMs: the peak is counted at 1,830 MHz, of which
-# 700 W sustain about 1,400 in training, times 0.88; an estimate, with which scripts/bench_known.py agrees. Its cores do
-# twice an A100's arithmetic in a cycle while latencies stay, so a tile's start and end cost as much as a depth of 256.
-# Attention: FlashAttention-3 (arXiv 2407.08608) gives 35% forward for FlashAttention-2 on this GPU, which every torch
-# brings, and 75% for itself, which a measured table will hold; backward of FlashAttention-2 is a little slower.
+# DGX H100 data sheet: 8 GPUs, one 400 Gb/s InfiniBand port each. GEMMs: measured as above, 0.795 (H200: 0.755 and
+# 0.818); the best single shape reaches 0.803 (ml-engineering, "H200 is the same"). GEMMs that run for 10 ms and longer
+# are 10% slower: the power limit of 700 W. By `Hardware.clock` they would draw 875 W otherwise. In training they take
+# about 0.7 of the time, and what runs between them draws about 500 W (an estimate): 760 W, a clock of 0.96.
+# Attention: FlashAttention-4, which comes with `mmtrain[cuda]`. Memory: what CUDA states (openxla/xla,
+# xla/tools/hlo_opt/gpu_specs/h100_sxm.txtpb); nvidia-smi says 81,559 MiB, of which the driver keeps 0.5 GiB.
 _H100 = Hardware(
     name="h100-80g",
     fp32_flops=67e12,
     bf16_flops=989e12,
-    gemm_efficiency=0.67,
-    half_efficiency_side=256,
-    attention_efficiency=0.35,
-    attention_backward_efficiency=0.3,
-    attention_backends=_FLASH_ATTENTION_2,
+    gemm_efficiency=0.795,
+    half_efficiency_side=130,
+    attention_efficiency=1.0,
+    attention_backward_efficiency=1.0,
+    attention_backends=FLASH_ATTENTION_3_ON_HOPPER.backends,
+    attention_kernels=(FLASH_ATTENTION_3_ON_HOPPER, FLASH_ATTENTION_2_ON_HOPPER, CUDNN_ON_HOPPER),
+    power_watts=700,
+    training_watts=760,
     memory_bytes_per_s=3350 * GB,
     memory_efficiency=0.85,
-    memory_bytes=80 * GB,
+    memory_bytes=84_978_434_048 - _CUDA_CONTEXT_BYTES,
     kernel_launch_s=5 * US,
     intra_node=Link(370 * GB, 10 * US, 1 * US),
+    group_rates=_GROUPS_OF_H100,
     inter_node=Link(48 * GB, 20 * US, 4 * US),
     ranks_per_node=8,
     channel_bytes=_NCCL_CHANNEL_BYTES,
@@ -147,40 +177,49 @@ _H100 = Hardware(
     host_memory_bytes=_HALF_OF_HOST_SHARE,
 )
 
-# NVIDIA H200 SXM data sheet: the H100's compute with 141 GB at 4.8 TB/s. DGX H200: links as in DGX H100.
-_H200 = replace(_H100, name="h200-141g", memory_bytes_per_s=4800 * GB, memory_bytes=141 * GB)
+# NVIDIA H200 SXM data sheet: the H100's compute with 141 GB at 4.8 TB/s. DGX H200: links as in DGX H100. Memory: torch
+# states 139.8 GiB (messages of allocations that failed); nvidia-smi says 143,771 MiB.
+_H200 = replace(_H100, name="h200-141g", memory_bytes_per_s=4800 * GB, memory_bytes=139.8 * GIB - _CUDA_CONTEXT_BYTES)
 
-# GPUs that no published run was compared with. Peaks and rates of memory are those of data sheets. How much of a peak
-# GEMMs sustain is estimated: the H100's 0.67 above is 0.83 of the 80.3% that single GEMMs reach at best (stas00,
-# ml-engineering, maximum achievable matmul FLOPS), so others get 0.83 of theirs, or of an estimate. Attention,
-# launches, links between nodes and host memory are estimates, too, unless a source is named.
+# An H100 whose power is limited to 500 W, as Meta's are (pytorch/torchtitan,
+# benchmarks/llama3_h100_202412_torchtitan.md: "500W power limit"). Its clock follows from the limit. Those have other
+# memory, too: "96GB HBM2e with 2.4 TB/sec peak memory bandwidth".
+_H100_500W = replace(_H100, name="h100-80g-500w", power_watts=500)
+
+# GPUs that no published run was compared with. Peaks and rates of memory are those of data sheets. GEMMs are measured
+# as above where it is said, else estimated; that they slow down by up to 12% when they run for long is not counted
+# here. Attention, launches, links between nodes and host memory are estimates, too, unless a source is named.
 
 # NVIDIA B200 (HGX): 2,250 TFLOP/s bf16 and 75 fp32 (data sheet: 36 and 0.6 PFLOP/s for eight, bf16 with sparsity). 180
-# GB (DGX B200 user guide: 1,440 for eight), 7.67 TB/s and 148 multiprocessors as its driver says (pytorch/ao#4002).
-# GEMMs reach 77.6% at best (ml-engineering), 0.83 of it. NVLink 1,800 GB/s in both directions together, 80% of one
-# direction reached as on A100 and H100. DGX B200: eight ports of 400 Gb/s and 2 TB of host memory. Attention: an
-# estimate for FlashAttention-4.
+# GB (DGX B200 user guide: 1,440 for eight), of which CUDA states 191,514,673,152 bytes (openxla/xla,
+# xla/tools/hlo_opt/gpu_specs/b200.txtpb), 7.67 TB/s and 148 multiprocessors as its driver says (pytorch/ao#4002).
+# GEMMs: measured as above. NVLink 1,800 GB/s in both directions together, 80% of one direction reached as on A100 and
+# H100. DGX B200: eight ports of 400 Gb/s and 2 TB of host memory.
 _B200 = replace(
     _H100,
     name="b200-180g",
     fp32_flops=75e12,
     bf16_flops=2250e12,
-    gemm_efficiency=0.65,
-    attention_efficiency=0.5,
-    attention_backward_efficiency=0.4,
-    attention_backends=("flash_attn_4",),
+    gemm_efficiency=0.70,
+    half_efficiency_side=88,
+    attention_backends=FLASH_ATTENTION_4_ON_BLACKWELL.backends,
+    attention_kernels=(FLASH_ATTENTION_4_ON_BLACKWELL,),
+    power_watts=1000,
+    training_watts=0,
     memory_bytes_per_s=7670 * GB,
-    memory_bytes=180 * GB,
+    memory_bytes=191_514_673_152 - _CUDA_CONTEXT_BYTES,
     intra_node=Link(720 * GB, 10 * US, 1 * US),
     num_multiprocessors=148,
 )
 
 # NVIDIA B300 (HGX): the B200's bf16 and fp32 (NVIDIA/cosmos-framework#114; the data sheet's 36 PFLOP/s with sparsity
 # for eight), 270 GB at 7.7 TB/s (verda.com, GB300 NVL72 architecture), a ConnectX-8 of 800 Gb/s for each GPU (HGX
-# B300). Multiprocessors: taken to be the B200's.
+# B300). Multiprocessors: taken to be the B200's. GEMMs: measured as above.
 _B300 = replace(
     _B200,
     name="b300-270g",
+    gemm_efficiency=0.857,
+    half_efficiency_side=33,
     memory_bytes_per_s=7700 * GB,
     memory_bytes=270 * GB,
     inter_node=Link(96 * GB, 20 * US, 4 * US),
@@ -191,6 +230,7 @@ _B300 = replace(
 # (MLPerf Inference 6.1, GB200-186GB; 13.4 TB a rack) at 8 TB/s. NVLink as in B200; one port of 400 Gb/s for each GPU.
 # Host memory: 480 GB of each Grace CPU, which two GPUs share, over NVLink-C2C: 900 GB/s in both directions together,
 # of which a GPU is taken to reach 80% of half a direction. Multiprocessors: estimated by the ratio of peaks and clocks.
+# GEMMs: measured as above.
 _GB200 = replace(
     _B200,
     name="gb200-nvl72",
@@ -206,8 +246,15 @@ _GB200 = replace(
 )
 
 # NVIDIA GB300 NVL72: the GB200's bf16 and fp32, 279 GB at 8 TB/s (verda.com: 20 TB a rack), a ConnectX-8 of 800 Gb/s
-# for each GPU (NVIDIA's NVL72 enterprise reference architecture: four a tray of four GPUs).
-_GB300 = replace(_GB200, name="gb300-nvl72", memory_bytes=279 * GB, inter_node=Link(96 * GB, 20 * US, 4 * US))
+# for each GPU (NVIDIA's NVL72 enterprise reference architecture: four a tray of four GPUs). GEMMs: measured as above.
+_GB300 = replace(
+    _GB200,
+    name="gb300-nvl72",
+    gemm_efficiency=0.771,
+    half_efficiency_side=35,
+    memory_bytes=279 * GB,
+    inter_node=Link(96 * GB, 20 * US, 4 * US),
+)
 
 # GPUs on PCIe. Where one GPU may write into another's memory, a copy reaches 25 GB/s in generation 4 and 53 in
 # generation 5 (measured on RTX PRO 6000: voipmonitor/rtx6kpro, hardware/pcie-bandwidth.md), and less from socket to
@@ -221,29 +268,33 @@ _PORT_100_GBIT = Link(12 * GB, 30 * US, 6 * US)
 _HOST_SHARE_OF_WORKSTATION = 64 * GB / 2
 
 # NVIDIA L40S data sheet: 362 TFLOP/s bf16, 91.6 fp32, 48 GB at 864 GB/s, PCIe 4, no NVLink; 142 multiprocessors. Its
-# 350 W do not sustain the peak. A server of eight with four ports of 200 Gb/s.
+# 350 W do not sustain the peak; GEMMs: measured as above. A server of eight with four ports of 200 Gb/s.
 _L40S = replace(
     _A100,
     name="l40s-48g",
     fp32_flops=91.6e12,
     bf16_flops=362e12,
-    gemm_efficiency=0.6,
+    gemm_efficiency=0.54,
+    half_efficiency_side=69,
     memory_bytes_per_s=864 * GB,
     memory_bytes=48 * GB,
     intra_node=_PCIE_4_PEERS,
+    group_rates=(),
     ports_per_rank=4 / 8,
     num_multiprocessors=142,
     host_memory_bytes=_HOST_SHARE_OF_WORKSTATION,
 )
 
 # NVIDIA RTX PRO 6000 Blackwell (600 W): 4,000 TOPS of fp4 with sparsity, an eighth of it for bf16; 125 TFLOP/s fp32, 96
-# GB at 1,792 GB/s (Server Edition: 1,597), 188 multiprocessors, PCIe 5. A server of eight with eight ports of 400 Gb/s.
+# GB at 1,792 GB/s (Server Edition: 1,597), 188 multiprocessors, PCIe 5. GEMMs: measured as above. A server
+# of eight with eight ports of 400 Gb/s.
 _RTX_PRO_6000 = replace(
     _L40S,
     name="rtx-pro-6000-96g",
     fp32_flops=125e12,
     bf16_flops=500e12,
-    gemm_efficiency=0.7,
+    gemm_efficiency=0.78,
+    half_efficiency_side=92,
     memory_bytes_per_s=1597 * GB,
     memory_bytes=96 * GB,
     intra_node=_PCIE_5_PEERS,
@@ -311,6 +362,7 @@ _GB10 = replace(
     gemm_efficiency=0.5,
     attention_efficiency=0.35,
     attention_backward_efficiency=0.3,
+    attention_kernels=(),
     memory_bytes_per_s=273 * GB,
     memory_bytes=112 * GB,
     ranks_per_node=1,
@@ -333,9 +385,13 @@ _MI300X = replace(
     gemm_efficiency=0.45,
     attention_efficiency=0.3,
     attention_backward_efficiency=0.22,
+    attention_kernels=(),
+    power_watts=0,
+    training_watts=0,
     memory_bytes_per_s=5300 * GB,
     memory_bytes=192 * GB,
     intra_node=Link(315 * GB, 10 * US, 1.5 * US),
+    group_rates=(),
     num_multiprocessors=304,
     host_memory_bytes=1536 * GIB / 8 / 2,
 )
@@ -344,7 +400,7 @@ PRESETS: dict[str, Hardware] = {
     hardware.name: hardware
     for hardware in (
         _CPU_CORE,
-        *(_A100, _A100_4X200, _A100_2X200, _A800, _A800_4X200, _H100, _H200),
+        *(_A100, _A100_4X200, _A100_2X200, _A800, _A800_4X200, _H100, _H100_500W, _H200),
         *(_B200, _B300, _GB200, _GB300, _L40S, _RTX_PRO_6000, _RTX_4090, _RTX_5090, _A6000, _GB10, _MI300X),
     )
 }

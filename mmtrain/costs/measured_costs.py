@@ -136,6 +136,11 @@ class MeasuredCosts:
         """Whether layers were measured on TP groups."""
         return any(entry.tp > 1 for entry in self.table.layers)
 
+    @property
+    def tp_traffic(self) -> float:
+        """Return 1: tables are of mmtrain's own layers, which move what Megatron-LM moves."""
+        return 1.0
+
     def seconds(self, work: LayerWork) -> float:
         """Return the seconds that one rank spends on a pass; see `CostModel`.
 

@@ -15,6 +15,7 @@ H100 = preset("h100-80g")
 AT_ONCE = replace(
     H100,
     collective_start_s=0.0,
+    group_rates=(),
     intra_node=replace(H100.intra_node, step_s=0.0),
     inter_node=replace(H100.inter_node, step_s=0.0),
 )
@@ -87,7 +88,7 @@ def test_an_nvl72_is_one_node() -> None:
     inside, across = GroupLayout.strided(72, 1, rack.ranks_per_node), GroupLayout.strided(72, 2, rack.ranks_per_node)
     assert (inside.nodes, across.nodes, across.fewest_per_node) == (1, 2, 36)
     nbytes = GB
-    once_s = 71 / 72 * nbytes / rack.intra_node.bytes_per_s
+    once_s = 71 / 72 * nbytes / rack.collective_bytes_per_s(72, is_all_reduce=False)
     steps_s = rack.collective_start_s + 71 * rack.intra_node.step_s
     assert collective_seconds(rack, "all_gather", nbytes, inside) == pytest.approx(steps_s + once_s)
     one_a_rack = collective_seconds(rack, "all_gather", nbytes, GroupLayout.strided(2, 72, rack.ranks_per_node))

@@ -32,7 +32,7 @@ class FixedCollectives(AnalyticCosts):
 def machine(memory_bytes_per_s: float = 1e30, link: Link | None = None) -> Hardware:
     """Return an H100 that hides no collective, and whose element-wise kernels reach the memory's full rate."""
     hardware = replace(preset("h100-80g"), memory_bytes_per_s=memory_bytes_per_s, memory_efficiency=1.0)
-    hardware = replace(hardware, overlap_slowdown=1.0)
+    hardware = replace(hardware, overlap_slowdown=1.0, group_rates=())
     return replace(hardware, intra_node=link, collective_start_s=0.0) if link else hardware
 
 

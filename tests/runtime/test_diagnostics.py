@@ -146,11 +146,13 @@ def test_a_system_with_enough_of_everything_has_no_findings(tmp_path: Path, monk
 
 
 def test_attention_at_another_rate_than_the_preset_assumes_is_reported() -> None:
-    assert list(attention_diagnostics(preset("h200-141g"), "varlen")) == []
+    assert list(attention_diagnostics(preset("h200-141g"), "flash_attn_4")) == []
+    assert list(attention_diagnostics(preset("h200-141g").with_attention("varlen"), "varlen")) == []
     assert list(attention_diagnostics(CPU, "sdpa")) == []
-    [other] = attention_diagnostics(preset("h200-141g"), "flash_attn_4")
+    [other] = attention_diagnostics(preset("h200-141g"), "varlen")
     assert (
-        "the preset h200-141g assumes attention by flash_attn or varlen, and `auto` selects flash_attn_4" in other.what
+        "the preset h200-141g assumes attention by flash_attn_3 or flash_attn_4, and `auto` selects varlen"
+        in other.what
     )
 
 

@@ -49,7 +49,7 @@ def test_gpus_of_two_kinds_are_planned_as_the_slowest(capsys: pytest.CaptureFixt
 def test_gpus_that_differ_too_much_are_refused_on_every_rank() -> None:
     ranks = _Ranks(["a100-80g", "b200-180g"])
     for rank in (ranks, replace_rank(ranks, 1)):
-        with pytest.raises(PlanError, match=r"b200-180g \(rank 1\) computes 5\.5 times as fast as a100-80g \(rank 0\)"):
+        with pytest.raises(PlanError, match=r"b200-180g \(rank 1\) computes 6\.2 times as fast as a100-80g \(rank 0\)"):
             with_common_hardware(_request("a100-80g"), rank)
 
 
