@@ -26,16 +26,25 @@ MAX_QUOTATION = 100  # characters
 # Its optimizer zeroes, unscales, checks, clips and converts in passes of their own: 58 bytes per parameter. Until 2022
 # the fp16 gradient of a microbatch was added to the fp32 sum by a kernel (12 bytes); then inside the GEMM.
 MEGATRON_2021 = Execution(fused_attention=False, dropout=True, rotation_moves=0, optimizer_bytes=58, gradient_bytes=12)
-# torchtitan without torch.compile. RMSNorm: to fp32 (3), square (4), mean (2), scale (4), back (3), weight (2).
-# Rotation of complex fp32 numbers: 3 + 4 + 3. SiLU and its product are two kernels.
-TITAN_EAGER = Execution(norm_moves=18, rotation_moves=10, activation_extra_moves=2)
+# torchtitan: torch's attention, which it restricts to FlashAttention-2 on Hopper (models/attention.py).
+TITAN = Execution(attention_kernel="flash_attn")
+# Without torch.compile. RMSNorm: to fp32 (3), square (4), mean (2), scale (4), back (3), weight (2). Rotation of
+# complex fp32 numbers: 3 + 4 + 3. SiLU and its product are two kernels.
+TITAN_EAGER = replace(TITAN, norm_moves=18, rotation_moves=10, activation_extra_moves=2)
+# cuDNN's attention on Hopper: of Transformer Engine (NeMo, Megatron-core, Automodel), XLA, and torch, which prefers it.
+CUDNN_ATTENTION = Execution(attention_kernel="cudnn")
 # MPT: torch's fused LayerNorm, positions inside attention, AdamW in passes of its own. Its benchmarks take the Triton
 # kernel of FlashAttention by default (submit_benchmarks.py), 1.3 to 2.5 times slower than FlashAttention-2 (arXiv
 # 2307.08691, section 4.1). FSDP of torch 2.0 with `limit_all_gathers`: the host waits for memory of earlier gathers,
 # and collectives run in the order in which the host gets to them, so none is counted on to be hidden. Weights are
 # views of one flat buffer for each layer, into which a gather writes.
 FOUNDRY_EAGER = Execution(
-    attention_slowdown=1.9, rotation_moves=0, optimizer_bytes=80, overlaps_shards=False, copies_shards=False
+    attention_kernel="flash_attn",
+    attention_slowdown=1.9,
+    rotation_moves=0,
+    optimizer_bytes=80,
+    overlaps_shards=False,
+    copies_shards=False,
 )
 EXECUTIONS: dict[str, Execution] = {
     "own": OWN_RUNTIME,
@@ -46,30 +55,24 @@ EXECUTIONS: dict[str, Execution] = {
     # Selective checkpointing by operation computes every second GEMM and all element-wise work again.
     "torchtitan eager, selective": replace(TITAN_EAGER, recomputed_gemms=0.5, recomputes_elementwise=True),
     # torch.compile fuses norms, rotation and activation.
-    "torchtitan compiled, selective": Execution(recomputed_gemms=0.5, recomputes_elementwise=True),
+    "torchtitan compiled, selective": replace(TITAN, recomputed_gemms=0.5, recomputes_elementwise=True),
+    "torchtitan compiled": TITAN,
+    "transformer engine": CUDNN_ATTENTION,
+    "transformer engine, dropout": replace(CUDNN_ATTENTION, dropout=True),
+    # LoongForge's multimodal runs: `--no-gradient-accumulation-fusion`, `bias_activation_fusion: False` in encoders.
+    "loongforge": Execution(gradient_bytes=12, activation_extra_moves=2),
+    "torch compiled": CUDNN_ATTENTION,
+    # KempnerForge: each column-parallel linear gathers its own input. Its profile (benchmarks/profiling) counts 12
+    # gathers and 8 scatters of a block whose layers are recomputed, where Megatron-LM has six of each.
+    "kempnerforge": replace(CUDNN_ATTENTION, tp_traffic=20 / 12),
+    "torch eager": replace(TITAN_EAGER, attention_kernel="cudnn"),
     "llm-foundry": FOUNDRY_EAGER,
     # `save_dot_except_mlpwi` computes gate and up projection again, 0.55 of the GEMMs of a block of Llama 2 70B, and
     # all that is no GEMM.
-    "maxtext": Execution(recomputed_gemms=0.55, recomputes_elementwise=True, recomputes_attention=True),
+    "maxtext": replace(CUDNN_ATTENTION, recomputed_gemms=0.55, recomputes_elementwise=True, recomputes_attention=True),
     # `save_dot_only` keeps GEMMs alone. Positions are learned.
-    "pax": Execution(rotation_moves=0, recomputes_elementwise=True),
+    "pax": replace(CUDNN_ATTENTION, rotation_moves=0, recomputes_elementwise=True),
 }
-
-
-def at_power(hardware: Hardware, watts: float, design_watts: float) -> Hardware:
-    """Return a GPU whose power is limited below its design: sustained arithmetic slows with its clock.
-
-    About 120 W do not depend on the clock (memory, leakage, links). The rest grows with clock times voltage squared,
-    and the voltage with the clock down to a floor: with the clock to the power of 2.5.
-    """
-    constant_watts = 120.0
-    clock = ((watts - constant_watts) / (design_watts - constant_watts)) ** (1 / 2.5)
-    return replace(
-        hardware,
-        gemm_efficiency=hardware.gemm_efficiency * clock,
-        attention_efficiency=hardware.attention_efficiency * clock,
-        attention_backward_efficiency=hardware.attention_backward_efficiency * clock,
-    )
 
 
 HARDWARE: dict[str, Hardware] = {
@@ -78,9 +81,13 @@ HARDWARE: dict[str, Hardware] = {
     "a100, Omni-Path": replace(PRESETS["a100-80g"], inter_node=Link(12 * GB, 20e-6, 4e-6), ports_per_rank=4 / 8),
     "a800": PRESETS["a800-80g"],
     "h100": PRESETS["h100-80g"],
-    # torchtitan: "96GB HBM2e with 2.4 TB/sec peak memory bandwidth", "500W power limit".
-    "h100 at 500 W": replace(at_power(PRESETS["h100-80g"], 500, 700), memory_bytes_per_s=2400 * GB),
-    "h200, 4 a node": replace(PRESETS["h200-141g"], ranks_per_node=4),
+    # torchtitan: "96GB HBM2e with 2.4 TB/sec peak memory bandwidth".
+    "h100 at 500 W": replace(PRESETS["h100-80g-500w"], memory_bytes_per_s=2400 * GB),
+    # Of the 18 NVLinks of a GPU, six lead to each of the three others (HGX H200 4-GPU, without NVSwitch): two GPUs have
+    # a third of a GPU's rate between them, four use all of it.
+    "h200, 4 a node": replace(
+        PRESETS["h200-141g"], ranks_per_node=4, group_rates=((2, 0.73 / 3, 0.89 / 3), (4, 0.89, 0.96))
+    ),
 }
 
 
