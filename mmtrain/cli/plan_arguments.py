@@ -25,6 +25,13 @@ MEGATRON_SIZES = {
     "num_virtual_stages_per_pipeline_rank": "vpp",
 }
 LAYERS_PER_CHUNK = "num_layers_per_virtual_pipeline_stage"
+# Blocks of the LLM on the first and on the last pipeline rank; the others share the rest evenly.
+END_LAYERS = {
+    "decoder_first_pipeline_num_layers": "first",
+    "num_layers_in_first_pipeline_stage": "first",
+    "decoder_last_pipeline_num_layers": "last",
+    "num_layers_in_last_pipeline_stage": "last",
+}
 MUST_BE_ONE = ("context_parallel_size", "expert_model_parallel_size")
 LAYOUT_SYNTAX = (
     "'tp=8,pp=8,vpp=3' (also dp, sp), or Megatron-LM's arguments, like '--tensor-model-parallel-size 8 "
@@ -88,6 +95,7 @@ def parse_layout(text: str, num_layers: int) -> list[str]:
         UserError: names what is not understood, and what is.
     """
     sizes: dict[str, str] = {}
+    end_layers: dict[str, int] = {}
     for name, value in _pairs(text):
         if name == "sp":
             _require(value in ("true", "false"), text, f"{name} is {value!r}; allowed: true or false")
@@ -96,12 +104,17 @@ def parse_layout(text: str, num_layers: int) -> list[str]:
         _require(value.isdecimal() and int(value) > 0, text, f"{name} is {value!r}; allowed: a whole number above 0")
         if name in MUST_BE_ONE:
             _require(value == "1", text, f"{name} is {value}; only 1 can be planned")
+        elif name in END_LAYERS:
+            end_layers[END_LAYERS[name]] = int(value)
         elif name == LAYERS_PER_CHUNK:
             sizes["vpp"] = _chunks_per_rank(text, num_layers, int(value), int(sizes.get("pp", "1")))
         else:
             sizes[MEGATRON_SIZES.get(name, name)] = value
     if sizes.get("vpp") is None:
         sizes["vpp"] = "1"  # Megatron-LM interleaves only where it is told to
+    if end_layers:
+        division = _uneven_division(text, num_layers, int(sizes.get("pp", "1")), int(sizes["vpp"]), end_layers)
+        sizes["layers_per_chunk"] = str(division)
     return ["parallel.placement=unified", *(f"parallel.llm.{name}={value}" for name, value in sizes.items())]
 
 
@@ -118,7 +131,7 @@ def _pairs(text: str) -> list[tuple[str, str]]:
             is_flag = not words or words[0].startswith("--")
             pairs.append(("sp", "true") if name == "sequence_parallel" else (name, "" if is_flag else words[0]))
             del words[: 0 if is_flag else 1]
-    known = (*SIZES, "sp", *MEGATRON_SIZES, LAYERS_PER_CHUNK, *MUST_BE_ONE)
+    known = (*SIZES, "sp", *MEGATRON_SIZES, *END_LAYERS, LAYERS_PER_CHUNK, *MUST_BE_ONE)
     for name, _ in pairs:
         _require(name in known, text, f"{name!r} is not known")
     _require(bool(pairs), text, "nothing is there")
@@ -130,6 +143,23 @@ def _chunks_per_rank(text: str, num_layers: int, layers_per_chunk: int, pp: int)
     problem = f"{num_layers} layers of the LLM are no multiple of {layers_per_chunk} layers x {pp} pipeline ranks"
     _require(not rest and chunks > 0, text, problem)
     return str(chunks)
+
+
+def _uneven_division(text: str, num_layers: int, pp: int, vpp: int, ends: dict[str, int]) -> list[int]:
+    """Return the blocks of each model chunk, where the ends of the pipeline have numbers of their own."""
+    num_others = pp - len(ends)
+    rest = num_layers - sum(ends.values())
+    _require(pp > 1, text, "the first and last of several pipeline ranks can differ, and pp is not above 1")
+    shared, left = divmod(rest, num_others) if num_others else (0, rest)
+    problem = (
+        f"{num_layers} layers without those of the ends leave {rest}, which {num_others} ranks cannot share evenly"
+    )
+    _require(not left and rest >= 0, text, problem)
+    of_ranks = [shared] * pp
+    of_ranks[0], of_ranks[-1] = ends.get("first", shared), ends.get("last", shared)
+    odd = [number for number in of_ranks if number % vpp]
+    _require(not odd, text, f"{odd[:1]} layers of a rank do not divide into {vpp} chunks")
+    return [number // vpp for _ in range(vpp) for number in of_ranks]
 
 
 def _require(is_right: bool, text: str, problem: str) -> None:

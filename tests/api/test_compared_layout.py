@@ -24,6 +24,12 @@ from tests.plans import plan_recipe
             "--pipeline-model-parallel-size=8 --sequence-parallel",
             {"tp": 8, "pp": 8, "vpp": 3, "sp": "true"},
         ),
+        (
+            "--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 20 "
+            "--num-virtual-stages-per-pipeline-rank 2 --decoder-last-pipeline-num-layers 24",
+            {"pp": 4, "vpp": 2, "layers_per_chunk": [10, 13, 13, 12, 10, 13, 13, 12]},
+        ),
+        ("pp=2,num_layers_in_first_pipeline_stage=47", {"pp": 2, "vpp": 1, "layers_per_chunk": [47, 49]}),
         ("tensor_model_parallel_size=4,virtual_pipeline_model_parallel_size=2,pp=2", {"tp": 4, "vpp": 2, "pp": 2}),
     ],
 )
@@ -40,6 +46,9 @@ def test_sizes_and_arguments_of_megatron_are_read(text: str, sizes: dict[str, ob
         ("tq=8", "'tq' is not known"),
         ("", "nothing is there"),
         ("--context-parallel-size 2", "context_parallel_size is 2; only 1 can be planned"),
+        ("pp=3,num_layers_in_first_pipeline_stage=95", "leave 1, which 2 ranks cannot share evenly"),
+        ("pp=2,vpp=2,num_layers_in_first_pipeline_stage=47", "[47] layers of a rank do not divide into 2 chunks"),
+        ("num_layers_in_first_pipeline_stage=47", "pp is not above 1"),
         ("pp=8,num_layers_per_virtual_pipeline_stage=5", "96 layers of the LLM are no multiple of 5 layers x 8"),
     ],
 )

@@ -61,7 +61,46 @@ IN_CHUNKS: dict[str, tuple[int, dict[str, Any]]] = {
         2,
         {"parallel__placement": "unified", "model__audio": AUDIO, "parallel__llm": {"dp": 1, "tp": 1, "vpp": 3}},
     ),
+    "an llm behind its encoder, divided by hand in two rounds": (
+        2,
+        {
+            "parallel__placement": "unified",
+            "model__llm__layers": 5,
+            "parallel__vision__layers_per_chunk": (2, 0, 0, 0),
+            "parallel__llm": {"dp": 1, "tp": 1, "layers_per_chunk": (1, 2, 1, 1)},
+        },
+    ),
 }
+
+
+BY_HAND: dict[str, tuple[int, dict[str, Any]]] = {
+    "two units on ranks of their own": (
+        3,
+        {
+            "parallel__placement": "disaggregated",
+            "parallel__llm": {"pp": 2, "dp": 1, "layers_per_chunk": (2, 1)},
+        },
+    ),
+    "an encoder on the LLM's ranks": (
+        2,
+        {
+            "parallel__placement": "colocated",
+            "parallel__vision": {"pp": 2, "layers_per_chunk": (2, 0)},
+            "parallel__llm": {"pp": 2, "dp": 1, "layers_per_chunk": (1, 2)},
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BY_HAND)
+def test_units_that_the_recipe_divides_train_as_one_process_does(case: str) -> None:
+    world_size, changes = BY_HAND[case]
+    settings = recipe(**changes)
+    samples = lengths(settings.model.all_encoders, NUM_PLANNED)
+    chosen = plan_recipe(settings, samples, world_size=world_size, hardware="cpu-core", recipe_sha256="")
+    blocks = [set(range(1, 4)) & set(range(*stage.layers)) for stage in chosen.units["llm"].stages]
+    assert tuple(map(len, blocks)) == changes["parallel__llm"]["layers_per_chunk"]
+    assert_equals_one_process(settings, chosen)
 
 
 @pytest.mark.slow

@@ -95,6 +95,9 @@ def test_all_problems_are_reported_at_once(base: Path, write: Write) -> None:
         ("data.lr=1", "unknown key here; it belongs to train.optimizer.lr"),
         ("parallel.zero_stage=3", "what parallel.shard says: `all` everything (ZeRO-3), 1 nothing"),
         ("parallel.tensor-model-parallel-size=8", "is tp of each unit, such as parallel.llm.tp"),
+        ("parallel.llm.num_layers_in_first_pipeline_stage=1", "is parallel.llm.layers_per_chunk, the blocks of each"),
+        ("parallel.llm.layers_per_chunk=4", "parallel.llm.layers_per_chunk: found 4, allowed: a list"),
+        ("parallel.llm.layers_per_chunk=[1,-1]", "parallel.llm.layers_per_chunk.1: found -1, allowed: a whole number"),
         ("train.micro_batch_size=1", "is one packed group of at most data.seq_len tokens"),
         ("train.gradient_checkpointing=true", "is parallel.llm.recompute and parallel.vision.recompute"),
         ("data.sources.0.captions=draw", "draw, but there is no model.generator; allowed: describe, or a generator"),
@@ -219,6 +222,46 @@ def test_missing_settings_say_what_they_are(write: Write) -> None:
         (
             ["parallel.placement=unified", "parallel.vision={tp: 1, dp: 2}", "parallel.llm={tp: 2, dp: 2}"],
             "parallel.vision.dp: 2 differs from parallel.llm.dp 2 times tp over the encoder's 2",
+        ),
+        (
+            ["parallel.llm.layers_per_chunk=[1, 2]"],
+            "parallel.llm.layers_per_chunk: 1 + 2 make 3 blocks, model.llm.layers is 2; the embedding, head or",
+        ),
+        (
+            ["model.llm.layers=3", "parallel.llm.layers_per_chunk=[1, 0, 2]"],
+            "parallel.llm.layers_per_chunk: chunk 1 (counted from 0) has none, and blocks lie before and after it",
+        ),
+        (
+            ["model.vision=null", "parallel.llm.layers_per_chunk=[0, 0, 2]"],
+            "parallel.llm.layers_per_chunk: chunk 1 (counted from 0) has none, and only the first or last chunk may",
+        ),
+        (
+            ["parallel.placement=disaggregated", "parallel.llm={pp: 2, vpp: 2, layers_per_chunk: [1, 1]}"],
+            "parallel.llm.layers_per_chunk: it has 2 numbers, and parallel.llm.pp 2 x parallel.llm.vpp 2 makes 4",
+        ),
+        (
+            ["model.llm.layers=3", "parallel.llm={pp: 2, layers_per_chunk: [1, 1, 1]}"],
+            "parallel.llm.layers_per_chunk: it has 3 numbers, and parallel.llm.pp 2 does not divide that",
+        ),
+        (
+            ["parallel.placement=unified", "parallel.llm={pp: 1, layers_per_chunk: [1, 1]}"],
+            "parallel.llm.layers_per_chunk: it has 2 numbers, and parallel.llm.pp 1 makes 1 chunk",
+        ),
+        (
+            ["parallel={placement: unified, vision: {layers_per_chunk: [2]}, llm: {layers_per_chunk: [1, 1]}}"],
+            "parallel.llm.layers_per_chunk: it has 2 numbers and parallel.vision.layers_per_chunk 1; in `unified` both",
+        ),
+        (
+            ["parallel={placement: unified, vision: {layers_per_chunk: [1, 1]}, llm: {layers_per_chunk: [1, 1]}}"],
+            "parallel.llm.layers_per_chunk: chunk 0 (counted from 0) has blocks, but those of vision, which come first",
+        ),
+        (
+            ["parallel.placement=replicated", "parallel.llm.layers_per_chunk=[1, 1]"],
+            "parallel.llm.layers_per_chunk: found [1, 1], but in `replicated` every rank runs the whole unit",
+        ),
+        (
+            [DIT, "data.sources=[{path: a.csv}]", "parallel.generator.layers_per_chunk=[1, 1]"],
+            "parallel.generator.layers_per_chunk: found for the generator, allowed for encoders and the LLM",
         ),
         (["parallel.placement=replicated", "parallel.vision.tp=4"], "parallel.vision.tp: found 4, allowed: 1"),
         (["parallel.placement=replicated", "parallel.llm.pp=2"], "parallel.llm.pp: found 2, allowed: 1"),
@@ -461,7 +504,7 @@ def test_checks_do_not_fail_on_recipes_with_other_problems(base: Path, section: 
 
 
 def test_no_check_is_forgotten() -> None:
-    assert len({check.__name__ for check in CHECKS}) == len(CHECKS) == 29
+    assert len({check.__name__ for check in CHECKS}) == len(CHECKS) == 30
 
 
 FINE = "model.encoders.fine={modality: vision, layers: 2, hidden: 32, heads: 4, ffn: 64, patch: 16, max_side: 32}"

@@ -250,8 +250,10 @@ class BaselinePlanner:
             num_layers = {chain.units[0]: chain.bounds[-1] for chain in chains}
             llm_chunks = assignment.meshes[LLM].pp * assignment.meshes[LLM].vpp
             llm_bounds = _even_bounds(llm_chunks, 0, num_layers[LLM], first=0, last=num_layers[LLM])
-            if llm_bounds is not None and not self._splits_tp_group(assignment):
-                bounds = tuple(llm_bounds if unit == LLM else (0, num) for unit, num in num_layers.items())
+            if llm_bounds is None or self._splits_tp_group(assignment):
+                continue
+            bounds = tuple(llm_bounds if unit == LLM else (0, num) for unit, num in num_layers.items())
+            if all(starmap(is_partition_allowed, zip(chains, bounds, strict=True))):
                 partitioned.append((candidate.partitioned(bounds), chains))
         yield partitioned
 

@@ -15,7 +15,7 @@ from mmtrain.recipe.settings.schema import Recipe
 
 MAX_RANK_COUNT_DISTANCE = 64  # ranks more or fewer up to which other numbers of ranks are suggested
 MAX_CLASHING_SETTINGS = 3  # settings that are named together; more would hardly help
-_SETTINGS = ("tp", "pp", "dp", "vpp", "num_microbatches")
+_SETTINGS = ("tp", "pp", "dp", "vpp", "layers_per_chunk", "num_microbatches")
 Choices = Mapping[str, UnitChoices]
 
 
@@ -84,18 +84,20 @@ def _name_clash(
     for count in range(1, MAX_CLASHING_SETTINGS + 1):
         for subset in combinations(settings, count):
             if not has_meshes(choices_of(_with_only(recipe, subset)), ranks, placement):
-                named = [
-                    f"parallel.{dotted_unit(unit)}.{key} {getattr(recipe.parallel.of(unit), key)}"
-                    for unit, key in subset
-                ]
+                named = [f"parallel.{dotted_unit(unit)}.{key} {_in_words(recipe, unit, key)}" for unit, key in subset]
                 return f"{' and '.join(named)} {'contradict each other' if count > 1 else 'cannot be met'}"
     return ""
+
+
+def _in_words(recipe: Recipe, unit: str, key: str) -> str:
+    value = getattr(recipe.parallel.of(unit), key)
+    return str(list(value) if isinstance(value, tuple) else value)
 
 
 def _fixed_settings(parallel: ParallelSettings, choices: Choices) -> Iterator[tuple[str, str]]:
     """Return unit and name of every mesh size that the recipe fixes."""
     for unit, key in product(choices, _SETTINGS):
-        if getattr(parallel.of(unit), key) is not None:
+        if getattr(parallel.of(unit), key) not in (None, ()):
             yield unit, key
 
 
@@ -104,7 +106,9 @@ def _with_only(recipe: Recipe, settings: Sequence[tuple[str, str]]) -> Recipe:
     parallel = recipe.parallel
 
     def cleared(unit: str) -> UnitParallel:
-        return parallel.of(unit).model_copy(update={key: None for key in _SETTINGS if (unit, key) not in settings})
+        fields = UnitParallel.model_fields
+        left_out = {key: fields[key].default for key in _SETTINGS if (unit, key) not in settings}
+        return parallel.of(unit).model_copy(update=left_out)
 
     changes: dict[str, object] = {name: cleared(name) for name, value in parallel if isinstance(value, UnitParallel)}
     changes["encoders"] = {name: cleared(name) for name in parallel.encoders}

@@ -1,6 +1,6 @@
 """Enumerate colocated meshes, and lay a model out on them: the other units on the LLM's ranks, on their own meshes."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise, product
 from math import ceil
 
@@ -9,6 +9,7 @@ import numpy as np
 from mmtrain.planning.artifact.layout import Layout, MeshSize
 from mmtrain.planning.artifact.plan import StagePlan, UnitPlan
 from mmtrain.planning.layer_costs.layer_costs import LayerCosts
+from mmtrain.planning.layer_costs.layer_partition import division_masks
 from mmtrain.planning.layer_costs.min_max_partition import min_max_partition
 from mmtrain.planning.space.constraints import UnitChoices
 from mmtrain.planning.space.sample_batches import num_microbatches_of
@@ -21,11 +22,11 @@ def llm_mesh_sizes(choices: Mapping[str, UnitChoices], world_size: int) -> Itera
     A replica on one rank has no bubbles: that is `unified`. Where the recipe fixes vpp, there are enough layers for it.
     """
     llm = choices[LLM]
-    vpp = llm.fixed_vpp or 1
     for size in llm.meshes(world_size):
+        vpp = llm.fixed_vpp_on(size.pp) or 1
         has_bubbles = size.tp * size.pp > 1
         can_interleave = vpp == 1 or (size.pp > 1 and size.pp * vpp <= llm.num_layers)
-        if has_bubbles and can_interleave:
+        if has_bubbles and can_interleave and llm.allows_chunks(size.pp, vpp):
             yield size
 
 
@@ -41,10 +42,12 @@ def other_mesh_sizes(choices: Mapping[str, UnitChoices], llm: MeshSize) -> Itera
 
 def _sizes_on_llm(unit: UnitChoices, llm: MeshSize) -> list[MeshSize]:
     """Return the meshes of one unit on an LLM's ranks; it has one stage per rank, so vpp is 1."""
-    if unit.fixed_vpp not in (None, 1):
-        return []
     sizes = [MeshSize(tp, pp, llm.ranks // (tp * pp)) for tp in unit.tp for pp in unit.pp]
-    return [size for size in sizes if llm.tp % size.tp == 0 and llm.pp % size.pp == 0 and size.dp in unit.dp]
+    return [
+        size
+        for size in sizes
+        if llm.tp % size.tp == 0 and llm.pp % size.pp == 0 and size.dp in unit.dp and unit.allows_chunks(size.pp, 1)
+    ]
 
 
 def merged_microbatch_counts(
@@ -77,6 +80,7 @@ def colocated_layout(
     llm: MeshSize,
     recompute: Mapping[str, float] | None = None,
     num_microbatches: Mapping[str, int] | None = None,
+    divisions: Mapping[str, Sequence[int] | None] | None = None,
 ) -> Layout | None:
     """Divide every unit into stages of equal time; return None if a unit has too few layers.
 
@@ -86,13 +90,15 @@ def colocated_layout(
         llm: mesh of the LLM.
         recompute: by unit, the share of each stage's layers that is recomputed where the recipe does not recompute all.
         num_microbatches: of each replica, by unit; default: those that the recipe fixes, else the LLM's number.
+        divisions: by unit, the blocks of each stage where the recipe divides the unit, else None.
     """
     sizes = {unit.name: llm if unit.name == LLM else others[unit.name] for unit in layer_costs.shape.units}
     split = layer_costs.batch_split({unit: size.dp for unit, size in sizes.items()}, num_microbatches)
     units = {}
     for unit, size in sizes.items():
         seconds = layer_costs.unit_costs(unit, size.tp, split).seconds.tolist()
-        bounds = min_max_partition(seconds, size.pp * size.vpp)
+        [allowed] = division_masks(len(seconds), (divisions or {}).get(unit)) or (None,)
+        bounds = min_max_partition(seconds, size.pp * size.vpp, allowed)
         if bounds is None:
             return None
         share = 1.0 if layer_costs.recompute[unit] == "all" else (recompute or {}).get(unit, 0.0)

@@ -381,7 +381,8 @@ def _enumerate(evaluator: Evaluator, num_ranks: int, bound: "_StepBound") -> Ite
 
 def _with_chunks(mesh: MeshSize, unit: UnitChoices, open_vpp: tuple[int, ...]) -> Iterator[MeshSize]:
     """List the mesh with the numbers of model chunks that its layers allow, or with the number the recipe fixes."""
-    for vpp in open_vpp if unit.fixed_vpp is None else (unit.fixed_vpp,):
+    fixed_vpp = unit.fixed_vpp_on(mesh.pp)
+    for vpp in open_vpp if fixed_vpp is None else (fixed_vpp,):
         if vpp == 1 or (mesh.pp > 1 and mesh.pp * vpp <= unit.num_layers):
             yield replace(mesh, vpp=vpp)
 
@@ -452,7 +453,8 @@ def _lay_out(candidate: Candidate, recompute: RecomputeShares, evaluator: Evalua
     meshes = candidate.assignment.meshes
     others = {unit: mesh for unit, mesh in meshes.items() if unit != LLM}
     num_microbatches = candidate.assignment.num_microbatches
-    layout = colocated_layout(layer_costs, others, meshes[LLM], recompute, num_microbatches)
+    divisions = {name: unit.layers_per_chunk for name, unit in evaluator.problem.choices.items()}
+    layout = colocated_layout(layer_costs, others, meshes[LLM], recompute, num_microbatches, divisions)
     if layout is None:
         return None
     tp_group = split_tp_group(layout.units, hardware.ranks_per_node)

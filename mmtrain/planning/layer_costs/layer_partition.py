@@ -81,7 +81,7 @@ def layer_chains(
             vpp=mesh.vpp,
             num_microbatches=assignment.num_microbatches[unit],
             round_trip_s=round_trips[unit],
-            masks=(),
+            masks=division_masks(len(costs[unit].seconds), choices[unit].layers_per_chunk),
         )
         for unit, mesh in meshes.items()
     )
@@ -107,6 +107,8 @@ def _unified_chain(
         masks = _whole_unit_masks(bounds, mesh.pp * mesh.vpp, is_whole)
     else:
         masks = _fixed_span_masks(bounds, mesh.pp * mesh.vpp, spans)
+    divisions = [choices[unit].layers_per_chunk for unit in units]
+    masks = _with_divisions(masks, bounds, mesh.pp * mesh.vpp, divisions)
     return LayerChain(
         units=tuple(units),
         bounds=tuple(bounds),
@@ -511,6 +513,33 @@ def _fixed_span_masks(bounds: Sequence[int], num_chunks: int, spans: Sequence[in
             mask & (touches == ((first <= chunk) & (chunk < first + span))) for mask in masks for first in first_chunks
         ]
     return tuple(masks)
+
+
+def division_masks(num_layers: int, division: Sequence[int] | None) -> tuple[BoolArray, ...]:
+    """Return the masks of a unit with a pipeline of its own whose blocks the recipe may divide, see `LayerChain`."""
+    return () if division is None else _with_divisions((), (0, num_layers), len(division), [division])
+
+
+def _with_divisions(
+    masks: tuple[BoolArray, ...],
+    bounds: Sequence[int],
+    num_chunks: int,
+    divisions: Sequence[Sequence[int] | None],
+) -> tuple[BoolArray, ...]:
+    """Return masks that also demand the blocks that the recipe gives each chunk; of None it leaves a unit open.
+
+    The first and the last layer of a unit are no blocks and may lie in any chunk that their order allows.
+    """
+    if all(division is None for division in divisions):
+        return masks
+    rows = np.arange(bounds[-1] + 1)
+    allowed = np.ones((num_chunks, len(rows), len(rows)), dtype=np.bool_)
+    for division, (start, end) in zip(divisions, pairwise(bounds), strict=True):
+        if division is not None:
+            blocks_until = np.clip(rows, start + 1, end - 1) - (start + 1)
+            held = blocks_until[None, :] - blocks_until[:, None]
+            allowed &= held[None] == np.asarray(division)[:, None, None]
+    return tuple(mask & allowed for mask in masks) or (allowed,)
 
 
 def whole_root(value: int, degree: int) -> int:

@@ -319,7 +319,7 @@ class BestFirstSearch:
         """Tighten the bound by the best partition of each layer chain."""
         chains = self.evaluator.layer_chains(node.candidate)
         if any(chain.anchor is None for chain in chains):
-            reason = "its layers cannot be cut into so many stages under parallel.*.pp"
+            reason = "its layers cannot be cut into so many stages under parallel.*.pp and layers_per_chunk"
             self.rejected.append(Rejected(node.candidate, reason))
             return
         bound_s = max(node.bound_s, *map(chain_time_lower_bound, chains))

@@ -54,7 +54,7 @@ def has_replicated_mesh(choices: Choices, num_ranks: int) -> bool:
     """Return whether every unit may run whole on each of the ranks, with as many microbatches as the others."""
     mesh = MeshSize(1, 1, num_ranks)
     return all(
-        mesh in unit.meshes(num_ranks) and unit.fixed_vpp in (None, 1) and unit.global_batch % num_ranks == 0
+        mesh in unit.meshes(num_ranks) and unit.allows_chunks(1, 1) and unit.global_batch % num_ranks == 0
         for unit in choices.values()
     )
 
@@ -122,7 +122,7 @@ def unified_assignments(choices: Choices, num_ranks: int) -> Iterator[MeshAssign
             continue
         num_llm = llm.global_batch // mesh.dp
         num_microbatches = {name: unit.fixed_microbatches or num_llm for name, unit in choices.items()}
-        for vpp in _vpp_sizes(llm, pp, num_layers, num_llm):
+        for vpp in _vpp_sizes(llm, pp, num_layers, num_llm, _pipeline_chunks(choices)):
             meshes = {name: replace(of_unit, pp=pp, vpp=vpp) for name, of_unit in shared.items()}
             if _can_interleave_together(choices, meshes[LLM]):
                 yield MeshAssignment("unified", meshes, num_microbatches | {LLM: num_llm})
@@ -158,7 +158,7 @@ def _mesh_beside(unit: UnitChoices, of_llm: MeshSize) -> MeshSize | None:
 
 def _can_interleave_together(choices: Choices, mesh: MeshSize) -> bool:
     """Return whether one pipeline of all units may have the mesh's model chunks on each rank."""
-    if any(unit.fixed_vpp not in (None, mesh.vpp) for unit in choices.values()):
+    if not all(unit.allows_chunks(mesh.pp, mesh.vpp) for unit in choices.values()):
         return False  # all units share the rounds over the ranks
     if mesh.vpp == 1 or len(choices) == 1:
         return True
@@ -172,8 +172,19 @@ def _can_interleave_together(choices: Choices, mesh: MeshSize) -> bool:
     return least - (len(spans) - 1) <= mesh.pp * mesh.vpp  # a unit may begin in the chunk where another ends
 
 
-def _vpp_sizes(unit: UnitChoices, pp: int, layers: int, num_microbatches: int) -> Iterator[int]:
-    """List model chunks per rank: on one rank, or with fewer microbatches than ranks, more than one only cost time."""
+def _pipeline_chunks(choices: Choices) -> int | None:
+    """Return the model chunks of one pipeline of all units, where the recipe divides the layers of one of them."""
+    return next((unit.num_chunks for unit in choices.values() if unit.num_chunks is not None), None)
+
+
+def _vpp_sizes(unit: UnitChoices, pp: int, layers: int, num_microbatches: int, num_chunks: int | None) -> Iterator[int]:
+    """List model chunks per rank: on one rank, or with fewer microbatches than ranks, more than one only cost time.
+
+    num_chunks: of all ranks together, where the recipe divides the layers.
+    """
+    if num_chunks is not None:
+        yield from (num_chunks // pp,) if num_chunks % pp == 0 else ()
+        return
     for vpp in unit.vpp:
         is_useful = len(unit.vpp) == 1 or 1 < pp <= num_microbatches
         if vpp == 1 or (pp * vpp <= layers and is_useful):
@@ -192,13 +203,13 @@ def meshes_of(
         if unit.name == LLM:
             num_llm = llm.global_batch // dp
             rule = MicrobatchRule(fixed=num_llm)
-            for vpp in _vpp_sizes(unit, pp, unit.num_layers, num_llm):
-                if pp * vpp <= unit.num_layers:
+            for vpp in _vpp_sizes(unit, pp, unit.num_layers, num_llm, unit.num_chunks):
+                if pp * vpp <= unit.num_layers and unit.allows_chunks(pp, vpp):
                     meshes = unit.context_meshes(MeshSize(tp, pp, dp, vpp))
                     yield from ((mesh, rule) for mesh in meshes if mesh.ranks <= max_ranks)
             continue
-        vpp = unit.fixed_vpp or 1
-        if pp * vpp <= unit.num_layers:
+        vpp = unit.fixed_vpp_on(pp) or 1
+        if pp * vpp <= unit.num_layers and unit.allows_chunks(pp, vpp):
             for rule in [fixed] if unit.fixed_microbatches else merging:
                 yield MeshSize(tp, pp, dp, vpp), rule
 
@@ -376,7 +387,12 @@ def with_encoder_chunks(choices: Choices, assignment: MeshAssignment, units: Set
     for name, mesh in assignment.meshes.items():
         unit = choices[name]
         blocks = unit.num_layers - 2  # without the embedding of media and the projector
-        is_open = name != LLM and name in units and 1 < mesh.pp <= assignment.num_microbatches[name]
+        is_open = (
+            name != LLM
+            and name in units
+            and unit.num_chunks is None
+            and 1 < mesh.pp <= assignment.num_microbatches[name]
+        )
         even = [vpp for vpp in unit.vpp[1:] if is_open and blocks % (mesh.pp * vpp) == 0]
         options.append([mesh, *(replace(mesh, vpp=vpp) for vpp in even)])
     for meshes in product(*options):

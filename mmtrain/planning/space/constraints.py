@@ -16,7 +16,7 @@ from mmtrain.recipe.settings.modalities import dotted_unit, other_units
 from mmtrain.recipe.settings.parallel_settings import ParallelSettings, UnitParallel
 from mmtrain.recipe.settings.schema import Recipe
 
-_SETTINGS = ("tp", "pp", "dp", "vpp", "num_microbatches")
+_SETTINGS = ("tp", "pp", "dp", "vpp", "layers_per_chunk", "num_microbatches")
 RecomputeMode = Literal["none", "all", "auto"]  # what the recipe says of a unit
 SequenceParallelSetting = Literal["auto"] | bool  # the same of `sp`
 TpOverlapSetting = Literal["auto"] | bool  # the same of `tp_overlap`
@@ -41,6 +41,24 @@ class UnitChoices:
     cp: tuple[int, ...] = (1,)  # ranks that may share sequences; only the LLM's do
     cp_methods: tuple[tuple[int, int, ContextMethod], ...] = ()  # (tp, cp, method) for each cp above 1 that is possible
     cp_split: CutSequences = "auto"
+    layers_per_chunk: tuple[int, ...] | None = None  # blocks in each model chunk, where the recipe divides the unit
+
+    @property
+    def num_chunks(self) -> int | None:
+        """Return the model chunks of the unit's pipeline, where the recipe divides its layers."""
+        return None if self.layers_per_chunk is None else len(self.layers_per_chunk)
+
+    def fixed_vpp_on(self, pp: int) -> int | None:
+        """Return the model chunks per rank that the recipe fixes for so many pipeline ranks; None where it does not."""
+        return self.fixed_vpp if self.num_chunks is None else max(self.num_chunks // pp, 1)
+
+    def allows_chunks(self, pp: int, vpp: int) -> bool:
+        """Return whether the recipe allows a pipeline of so many ranks with so many model chunks on each.
+
+        Several chunks that the recipe divides are several ranks': on one they would only cost time.
+        """
+        is_division = self.num_chunks is None or (self.num_chunks == pp * vpp and (pp > 1 or vpp == 1))
+        return self.fixed_vpp in (None, vpp) and is_division
 
     def context_meshes(self, mesh: MeshSize) -> Iterator[MeshSize]:
         """List the meshes with this tp, pp, dp and vpp, for each number of ranks that may share sequences."""
@@ -94,7 +112,9 @@ class UnitChoices:
     def __str__(self) -> str:
         tp, pp, dp = (format_sizes(sizes) for sizes in (self.tp, self.pp, self.dp))
         cp = "" if self.cp == (1,) else f"; cp {format_sizes(self.cp)}"
-        return f"{self.name}: tp {tp}{cp}; pp {pp}; dp {dp}" + (f"; vpp {self.fixed_vpp}" if self.fixed_vpp else "")
+        vpp = f"; vpp {self.fixed_vpp}" if self.fixed_vpp else ""
+        chunks = f"; {self.num_chunks} chunks" if self.num_chunks else ""
+        return f"{self.name}: tp {tp}{cp}; pp {pp}; dp {dp}{vpp}{chunks}"
 
 
 def unit_choices(
@@ -126,6 +146,7 @@ def unit_choices(
             is_whole=not unit.is_splittable,
             fixed_dp=fixed.dp,
             is_encoder=unit.kind == "encoder",
+            layers_per_chunk=fixed.layers_per_chunk or None,
         )
         if unit.name == LLM:
             choices[LLM] = _with_shared_sequences(choices[LLM], recipe, ranks_per_node, budget)
@@ -263,7 +284,7 @@ def _placement_problems(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
         yield f"parallel.placement: `{placement}` needs an encoder, but the model has none; use `unified`"
     absent = [unit for unit in other_units(recipe.model) if unit not in units]
     for unit, key in product(absent, _SETTINGS):
-        if getattr(recipe.parallel.of(unit), key) is not None:
+        if getattr(recipe.parallel.of(unit), key) not in (None, ()):
             yield f"parallel.{unit}.{key} is set, but model.{unit} is not: remove it"
 
 

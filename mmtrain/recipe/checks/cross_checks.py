@@ -12,6 +12,7 @@ from typing import TypeAlias
 
 from mmtrain.errors import RecipeError
 from mmtrain.recipe.checks.context_checks import check_context_parallelism
+from mmtrain.recipe.checks.division_checks import check_layers_per_chunk
 from mmtrain.recipe.checks.encoder_checks import ENCODER_CHECKS
 from mmtrain.recipe.checks.parallel_checks import (
     NUM_END_LAYERS,
@@ -319,6 +320,7 @@ CHECKS: tuple[Check, ...] = (
     check_num_microbatches,
     check_placement,
     check_model_chunks,
+    check_layers_per_chunk,
     check_cluster_size,
     check_context_parallelism,
     check_offload,

@@ -22,6 +22,10 @@ _ZERO = (
     "and shard the optimizer (ZeRO-1). `replicated` shards what parallel.shard says: `all` everything (ZeRO-3), "
     "1 nothing; with parallel.zero: 1 the optimizer alone"
 )
+_DIVISION = (
+    "is parallel.llm.layers_per_chunk, the blocks of each of pp x vpp model chunks, such as [7, 9, 9, 7]; chunk i is "
+    "on pipeline rank i % pp"
+)
 _RECOMPUTE = "is parallel.llm.recompute and parallel.vision.recompute: auto, none or all"
 _OFFLOAD = "is parallel.llm.offload and parallel.vision.offload: none, inputs, all or auto"
 
@@ -34,6 +38,12 @@ _HERE: Mapping[str, str] = {
     "pipelinemodelparallelsize": "is pp of each unit, such as parallel.llm.pp",
     "pipelineparallelsize": "is pp of each unit, such as parallel.llm.pp",
     "virtualpipelinemodelparallelsize": "is parallel.llm.vpp, the number of chunks of layers on each pipeline rank",
+    "numlayersinfirstpipelinestage": _DIVISION,
+    "numlayersinlastpipelinestage": _DIVISION,
+    "decoderfirstpipelinenumlayers": _DIVISION,
+    "decoderlastpipelinenumlayers": _DIVISION,
+    "pipelinemodelparallellayout": _DIVISION,
+    "custompipelinelayers": _DIVISION,
     "sequenceparallel": "is parallel.llm.sp",
     "microbatchsize": "has no setting: a microbatch is one packed group of at most data.seq_len tokens",
     "perdevicetrainbatchsize": "has no setting: a microbatch is one packed group of at most data.seq_len tokens",

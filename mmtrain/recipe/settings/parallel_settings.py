@@ -1,7 +1,7 @@
 """Settings of a recipe's `parallel` and `cluster`: constraints on the plan, and the hardware to plan for."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -26,6 +26,15 @@ class UnitParallel(Section):
         affects={"plan"},
         description="Model chunks on each pipeline rank (interleaved schedule). The same for all units in `unified`, "
         "1 for encoders and generators in `colocated`.",
+    )
+    layers_per_chunk: tuple[Annotated[int, Field(ge=0)], ...] = setting(
+        (),
+        affects={"plan"},
+        added_later=True,
+        description="Blocks of the unit in each model chunk of its pipeline, pp x vpp numbers; chunk i is on pipeline "
+        "rank i % pp. Layers at the ends (embedding, head, projector) are not counted and stay beside their blocks; a "
+        "0 at an end is such a layer alone. In `unified` the chunks are those of the one pipeline of all units, where "
+        "0 leaves a chunk to others. For encoders and the LLM; not in `replicated`. `[]`: the planner divides.",
     )
     sp: bool | Literal["auto"] = setting(
         "auto",
