@@ -76,6 +76,7 @@ class HeldLayers:
     sp: bool = False
     num_microbatches: int = 1  # of a step
     shard: int | None = None  # replicas that hold one copy of the layers together; None: each holds them whole
+    keeps_weights: bool = False  # with `shard`: gathered weights stay through the step (ZeRO-2)
     held_features: int = 0  # microbatches whose features, or gradients of these, the rank holds at once
     gathered_elements: int = 0  # of features, or gradients of these, that an all-gather brings at once
     read_feature_bytes: int = 0  # of encoders, which a microbatch of the LLM's first stage keeps
@@ -177,8 +178,8 @@ def rank_memory(
     activations = float(sum(stage.in_flight * microbatch_activation_bytes(stage, costs, precision) for stage in held))
     computed = [stage for stage in held if stage.is_computed]
     buffers = max((stage_working_bytes(stage, costs, precision) for stage in computed), default=0)
-    gathered = (layer for stage in computed for layer in stage.gathered)
-    buffers += max((gathered_bytes(layer, precision) for layer in gathered), default=0)
+    gathered = ((layer, stage.keeps_weights) for stage in computed for layer in stage.gathered)
+    buffers += max((gathered_bytes(layer, precision, kept) for layer, kept in gathered), default=0)
     buffers += sum(stage.held_features * feature_bytes(stage, precision) for stage in held)
     buffers += max((stage.gathered_elements for stage in held), default=0) * ELEMENT_BYTES[precision]
     buffers += sum(stage.under_way_bytes for stage in held)
@@ -200,14 +201,18 @@ def layer_state(layer: LayerShape, tp: int, dp: int, size: StateBytes) -> tuple[
 
 
 def _held_state(stage: HeldLayers, state: tuple[float, float, float]) -> tuple[float, float, float]:
-    """Return what a rank holds of a layer's state: all of it, or its shard."""
+    """Return what a rank holds of a layer's state: all of it, or its shard, and the weights that it keeps gathered."""
     shard = stage.shard or 1
-    return (state[0] / shard, state[1] / shard * stage.has_gradients, state[2] / shard)
+    return (state[0] / shard + state[0] * stage.keeps_weights, state[1] / shard * stage.has_gradients, state[2] / shard)
 
 
-def gathered_bytes(layer: LayerShape, precision: Precision) -> int:
-    """Return the bytes of whole weights while a sharded layer computes and another one's arrive, with its gradients."""
-    num_bytes = NUM_GATHERED_LAYERS * ELEMENT_BYTES[precision] + BYTES_PER_GRADIENT
+def gathered_bytes(layer: LayerShape, precision: Precision, kept: bool = False) -> int:
+    """Return the bytes of whole weights while a sharded layer computes and another one's arrive, with its gradients.
+
+    kept: whether whole weights are counted elsewhere, so that those that arrive alone need a buffer.
+    """
+    num_gathered = 1 if kept else NUM_GATHERED_LAYERS
+    num_bytes = num_gathered * ELEMENT_BYTES[precision] + BYTES_PER_GRADIENT
     return analytic.num_parameters(layer) * num_bytes
 
 

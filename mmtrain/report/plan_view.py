@@ -6,7 +6,7 @@ from itertools import chain
 from rich.console import RenderableType
 from rich.table import Table
 
-from mmtrain.planning.artifact.plan import AS_FAST_RATIO, AS_FAST_TEXT, Plan, Prediction, UnitPlan
+from mmtrain.planning.artifact.plan import AS_FAST_RATIO, AS_FAST_TEXT, Plan, Prediction, UnitPlan, sharding_text
 from mmtrain.program.ir.graph import LLM
 from mmtrain.program.ir.program import ranges_text
 from mmtrain.report.idle_time import idle_text
@@ -52,7 +52,7 @@ def plan_table(plan: Plan, width: int = DEFAULT_WIDTH, *, with_details: bool = F
 def _unit_table(plan: Plan) -> Table:
     title = f"Plan: {plan.placement} on {plan.world_size} x {plan.hardware}"
     if plan.placement == "replicated":
-        title += ", zero 1" if plan.shard is None else f", shard {plan.shard}"
+        title += f", {sharding_text(plan.shard, plan.keeps_weights)}"
     if plan.schedule.kind == "encoder_first":
         title += ", encoders first"
     table = Table(title=title, title_justify="left")

@@ -93,6 +93,18 @@ def test_layers_that_fsdp_wraps_are_copied_also_where_a_rank_holds_all_of_them()
     assert whole.parameters == 2 * halves.parameters == plain.parameters
 
 
+def test_weights_that_stay_gathered_are_whole_beside_the_shards() -> None:
+    """Those that arrive alone need a buffer; gradients and optimizer state are shared out as without (ZeRO-2)."""
+    blocks = shape_of(settings()).unit("llm").layers[1:3]
+    sharded, kept = (
+        rank_memory([replace(held(blocks, dp=2), shard=2, keeps_weights=keeps)], COSTS, "fp32", STATE, tied=False)
+        for keeps in (False, True)
+    )
+    assert kept.parameters - sharded.parameters == 4 * sum(map(num_parameters, blocks))
+    assert (kept.gradients, kept.optimizer) == (sharded.gradients, sharded.optimizer)
+    assert sharded.buffers - kept.buffers == 4 * num_parameters(blocks[0])
+
+
 def test_a_stage_keeps_what_it_received_beside_the_hidden_states() -> None:
     """The message is one buffer, of which the first block keeps its part until backward."""
     deep = shape_of(settings(vision=DEEPSTACK)).unit("llm").layers

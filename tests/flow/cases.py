@@ -176,6 +176,7 @@ def plan(
             tp_chunks=mesh.tp_chunks,
             shard=shard,
             dispatch=dispatch,
+            keeps_weights=shard is not None and settings.parallel.zero == 2,
             exchange=settings.parallel.exchange,
             ranks=mesh.ranks,
             stages=stages,

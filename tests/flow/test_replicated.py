@@ -75,6 +75,7 @@ def offloaded(mode: str) -> dict[str, Any]:
 SPEECH: dict[str, Any] = {"model__audio": AUDIO}
 TIED: dict[str, Any] = {"model__llm__tie_embeddings": True}
 BY_ALL_GATHER: dict[str, Any] = {"parallel__placement": "replicated", "parallel__exchange": "all_gather"}
+ZERO_2: dict[str, Any] = {"parallel__placement": "replicated", "parallel__zero": 2}
 TWO_NODES: dict[str, Any] = {"cluster__ranks_per_node": 2}
 ALL = (0, 1, 2, 3, 4)
 FROZEN_VISION: dict[str, Any] = {"model__vision__freeze": True}
@@ -91,6 +92,7 @@ CASES: dict[str, Case] = {
     "four ranks, two copies, audio, tied, recomputed, texts between": (SPEECH | TIED, 4, 2, ALL, True),
     "all dispatched on two nodes, audio, texts between": (SPEECH | TWO_NODES, 4, 2, (), True, "all"),
     "encoders first in one, all dispatched, audio, texts between": (SPEECH, 4, 2, (), True, "all", 1),
+    "kept weights, two copies, audio, tied, all dispatched": (SPEECH | TIED | ZERO_2, 4, 2, (), True, "all"),
 }
 MORE: dict[str, Case] = {
     "all dispatched by all-gather, texts between": (BY_ALL_GATHER | SPEECH, 4, 2, (), True, "all"),
@@ -111,6 +113,14 @@ MORE: dict[str, Case] = {
         "all",
     ),
     "all dispatched, one rank": ({}, 1, 1, (), False, "all"),
+    "kept weights, two copies, recomputed": (SPEECH | TIED | ZERO_2, 4, 2, ALL, True),
+    "kept weights, one copy, microbatches of one sample": (ZERO_2 | {"train__global_batch": 8}, 2, 2, (), True, "llm"),
+    "kept weights, one rank": (ZERO_2, 1, 1, (), False),
+    "kept weights, frozen encoder and projector": (FROZEN_PROJECTOR | SPEECH | ZERO_2, 2, 2, (), True, "all"),
+    "kept weights, frozen llm": ({"model__llm__freeze": True} | ZERO_2, 2, 2, (), True, "none"),
+    "kept weights, adapters": (ADAPTED | ZERO_2, 2, 1, (), True, "all"),
+    "kept weights, encoders first in one": (SPEECH | ZERO_2 | {"train__global_batch": 8}, 4, 2, (), True, "all", 1),
+    "kept weights, encoders first in two, recomputed": (ZERO_2, 2, 2, ALL, True, "llm", 2),
     "whole weights, all dispatched on two nodes, audio": (SPEECH | TIED | TWO_NODES, 4, None, ALL, True, "all"),
     "whole weights, all dispatched by all-gather, some frozen": (
         BY_ALL_GATHER | SPEECH | FROZEN_PROJECTOR,
@@ -357,8 +367,13 @@ def test_bf16_trains_sharded_as_with_whole_weights() -> None:
         np.testing.assert_allclose(outcomes, expected, rtol=1e-4)
 
 
+def _after_a_restart(shard: str) -> list[str]:
+    size, *zero = shard.split(" and ")
+    return [f"parallel.shard={size}", *(f"parallel.{setting}" for setting in zero)]
+
+
 @pytest.mark.slow  # 20 s each
-@pytest.mark.parametrize("shard_after", ["all", "1"])
+@pytest.mark.parametrize("shard_after", ["all", "1", "all and zero=2"])
 def test_a_killed_run_is_resumed_on_the_same_shards_and_on_others(
     shard_after: str, data: Path, unbroken_replicated: Path, tmp_path: Path
 ) -> None:
@@ -369,12 +384,13 @@ def test_a_killed_run_is_resumed_on_the_same_shards_and_on_others(
     killed = request_for(data, tmp_path, *settings)
     with pytest.raises(RanksFailed, match="rank 1: died without a word"):
         run_all(killed, killed, faults=FailAt(1, 3, "kill", action=Backward))
-    resumed = request_for(data, tmp_path, *settings, f"parallel.shard={shard_after}", resume=True)
+    resumed = request_for(data, tmp_path, *settings, *_after_a_restart(shard_after), resume=True)
     assert run_all(resumed, resumed) == ["", ""]
     if shard_after == "all":
         assert_same_end(tmp_path, unbroken_replicated)
         return
-    assert load_plan(tmp_path / PLAN_FILE).shard == 1
+    after = load_plan(tmp_path / PLAN_FILE)
+    assert (after.shard, after.keeps_weights) == ((1, False) if shard_after == "1" else (2, True))
     losses, expected = ([step["loss"] for step in read_metrics(run)] for run in (tmp_path, unbroken_replicated))
     assert losses == pytest.approx(expected, rel=1e-5)
 
@@ -424,6 +440,66 @@ def _unified(settings: Recipe) -> Plan:
     return plan(settings, vision=Mesh((), (0,)), llm=Mesh((2,), (0, 1)))
 
 
+def _keeping_weights(chosen: Plan) -> Plan:
+    """Return the plan with weights that stay gathered through a step (ZeRO-2)."""
+    units = {name: unit.model_copy(update={"keeps_weights": True}) for name, unit in chosen.units.items()}
+    return chosen.model_copy(update={"units": units})
+
+
+def _go_back(settings: Recipe, chosen: Plan, folder: Path) -> tuple[float, float, float]:
+    """Return a loss, the same after the weights of before came back in the living process, and of a validation."""
+    world = World(torch.distributed.get_rank(), torch.distributed.get_world_size(), torch.device("cpu"))
+    context = build_rank_context(settings, chosen, world)
+    context.train(step_data(context, 0), 0.1)
+    save(folder, take_snapshot(SavedRank.of(context), 1, {"facts": {}}), keep=1, ranks=checkpoint_ranks(world))
+    validated = context.validate(step_data(context, 1)).loss
+    loss = context.train(step_data(context, 1), 0.1).loss
+    context.validate(step_data(context, 1))  # leaves gathered weights behind
+    restore_checkpoint(folder, context, refuse)
+    return loss, context.train(step_data(context, 1), 0.1).loss, validated
+
+
+@pytest.mark.slow  # 3 s
+def test_kept_weights_are_gathered_anew_once_the_shards_change(tmp_path: Path) -> None:
+    settings = recipe(train__freeze=("vision.layers.0.*",))
+    ranks = run_ranks(2, _go_back, settings, _keeping_weights(replicated(settings, 2, 2)), tmp_path)
+    loss, again, validated = (sum(rank[i] for rank in ranks) for i in range(3))
+    assert again == loss == pytest.approx(validated, rel=1e-6)
+
+
+class _CountedGathers(torch.utils._python_dispatch.TorchDispatchMode):
+    """Counts the all-gathers of FSDP."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += "allgather_base" in func.overloadpacket.__name__
+        return func(*args, **(kwargs or {}))
+
+
+def _gathers_by_step(settings: Recipe, chosen: Plan) -> list[int]:
+    world = World(torch.distributed.get_rank(), torch.distributed.get_world_size(), torch.device("cpu"))
+    context = build_rank_context(settings, chosen, world)
+    numbers = []
+    for step in range(2):
+        data = step_data(context, step)
+        with _CountedGathers() as gathers:
+            context.train(data, 0.1)
+        numbers.append(gathers.number)
+    return numbers
+
+
+def test_kept_weights_are_gathered_once_a_step() -> None:
+    """Of two mini-batches: layer by layer in the first forward, and not in the others, nor in a backward."""
+    settings = recipe(train__global_batch=4)
+    sharded = replicated(settings, 2, 2)
+    num_layers = sum(len(range(*unit.stages[0].layers)) for unit in sharded.units.values())
+    for numbers in run_ranks(2, _gathers_by_step, settings, _keeping_weights(sharded)):
+        assert numbers == [num_layers] * 2
+    for numbers in run_ranks(2, _gathers_by_step, settings, sharded):
+        assert min(numbers) > 3 * num_layers
+
+
 def _held(context: RankContext) -> list[NamedShard]:
     return [copy(piece) for unit in context.optimizer.units.values() for piece in unit.shards()]
 
@@ -449,11 +525,21 @@ def _restore(settings: Recipe, chosen: Plan, folder: Path) -> list[NamedShard]:
 
 
 @pytest.mark.slow  # 3 s each
-@pytest.mark.parametrize("change", ["to replicated", "from replicated", "another shard", "to whole weights"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        *("to replicated", "from replicated", "another shard", "to whole weights"),
+        *("to kept weights", "from kept weights", "kept weights in two copies"),
+    ],
+)
 def test_a_checkpoint_goes_over_to_another_placement_or_shard(change: str, tmp_path: Path) -> None:
     settings = recipe(model__llm__tie_embeddings=True, train__freeze=("vision.layers.0.*",))
     whole_copy, two_copies = replicated(settings, 2, 2), replicated(settings, 2, 1)
+    kept_copy, two_kept_copies = (_keeping_weights(chosen) for chosen in (whole_copy, two_copies))
     first, second = {
+        "to kept weights": (_unified(settings), kept_copy),
+        "from kept weights": (kept_copy, _unified(settings)),
+        "kept weights in two copies": (kept_copy, two_kept_copies),
         "to replicated": (_unified(settings), whole_copy),
         "from replicated": (whole_copy, _unified(settings)),
         "another shard": (whole_copy, two_copies),

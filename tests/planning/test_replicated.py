@@ -32,7 +32,7 @@ from mmtrain.planning.search.replicated import ReplicatedStrategy, shard_sizes
 from mmtrain.planning.space.budget import DEFAULT_BUDGET
 from mmtrain.planning.space.problem import PlanRequest
 from mmtrain.planning.space.sample_batches import batch_split_of
-from mmtrain.program import build_program, simulate
+from mmtrain.program import Backward, Forward, Microbatch, StageId, build_program, simulate
 from mmtrain.recipe import Recipe
 from tests.planning import factory
 from tests.plans import plan_recipe
@@ -558,6 +558,57 @@ def test_whole_weights_are_planned_by_name(dispatch: str, schedule: str) -> None
     program = build_program(graph, kind=schedule)
     steps = [simulate(program, timing, graph.num_groups, timing.waits).step_time_s for timing in timings]
     assert whole.predicted.step_time_s == pytest.approx(np.mean(steps), rel=1e-6)
+
+
+@pytest.mark.parametrize("shard", ["all", 4])
+def test_weights_that_stay_whole_through_a_step_are_planned_by_name(shard: str | int) -> None:
+    plans = {}
+    for zero in (2, 3):
+        parallel = {"placement": "replicated", "dispatch": "llm", "schedule": "1f1b", "zero": zero, "shard": shard}
+        settings = factory.recipe(parallel=parallel, global_batch=32)
+        plans[zero] = plan_recipe(settings, _lopsided(), world_size=16, hardware="h100-80g", recipe_sha256="x")
+    kept, sharded = plans[2], plans[3]
+    num_shards = 16 if shard == "all" else 4
+    assert (kept.shard, kept.keeps_weights, sharded.keeps_weights) == (num_shards, True, False)
+    assert plan_layout(kept).summary.startswith(f"replicated: 16 ranks, shard {num_shards} zero 2, 2 mini-batches")
+    assert kept.predicted.step_time_s < sharded.predicted.step_time_s
+    kinds, kinds_of_sharded = (next(iter(p.predicted.memory_kinds_gib.values())) for p in (kept, sharded))
+    trained = num_trained(settings)
+    assert kinds["parameters"] * GIB == pytest.approx(2 * trained * (1 + 1 / num_shards), abs=1e-4 * GIB)
+    assert kinds["gradients"] * GIB == pytest.approx(4 * trained / num_shards, abs=1e-4 * GIB)
+    assert kinds["optimizer"] == kinds_of_sharded["optimizer"]
+    assert Plan.model_validate_json(kept.model_dump_json()) == kept
+    assert "keeps_weights" not in sharded.model_dump_json()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "encoder_first"])
+def test_kept_weights_are_gathered_by_the_first_forward_of_a_step_alone(schedule: str) -> None:
+    """By what each pass takes where links are so slow that a gather decides it."""
+    seconds = {}
+    for zero in (2, 3):
+        parallel = {"placement": "replicated", "dispatch": "llm", "schedule": schedule, "zero": zero, "shard": "all"}
+        parallel |= {"vision": {"num_microbatches": 2}}
+        cluster = {"intra_node_gb_per_s": 1e-3, "ranks": 4}
+        settings = factory.recipe(parallel=parallel, global_batch=8, cluster=cluster)
+        problem = formulate_problem(settings, factory.lengths(), world_size=4, hardware="h100-80g", recipe_sha256="x")
+        chosen, layer_costs = plan(problem), Evaluator(problem).layer_costs
+        graph = stage_graph(chosen, problem.shape)
+        loads = next(iter(layer_costs.loads.of_step(batch_split_of(graph))))
+        timing = model_timing(graph, layer_costs, loads, problem.hardware)
+        for unit in ("vision", "llm"):
+            for index in (0, 1):
+                mb = Microbatch(unit, 0, index)
+                for kind, action in {"F": Forward, "B": Backward}.items():
+                    seconds[zero, unit, index, kind] = timing.sharded_pass(action(StageId(unit, 0), mb))
+    for unit in ("vision", "llm"):
+        gathered = seconds[3, unit, 0, "F"]
+        assert seconds[2, unit, 0, "F"] == gathered
+        assert seconds[2, unit, 1, "F"] < 0.1 * gathered
+        num_gathers = 2 if schedule == "encoder_first" and unit == "vision" else 1  # its forward runs again
+        for index in (0, 1):
+            saved = seconds[3, unit, index, "B"] - seconds[2, unit, index, "B"]
+            # While gradients leave, weights come, one after the other over the same links.
+            assert saved == pytest.approx(num_gathers * gathered, rel=0.05)
 
 
 def num_trained(settings: Recipe) -> int:

@@ -1,7 +1,8 @@
 """Shard the stages of a unit over its replicas with torch's FSDP2 (`fully_shard`), and update the shards with AdamW.
 
 Every layer is a group of parameters of its own: its weights are gathered before its forward and its backward, and its
-gradients are reduced after the latter. A rank holds rows of dimension 0 of every parameter.
+gradients are reduced after the latter. A rank holds rows of dimension 0 of every parameter. Weights may stay gathered
+from the first forward of a step to its last backward (ZeRO-2).
 """
 
 import warnings
@@ -49,8 +50,16 @@ def shard_mesh(groups: Sequence[dist.ProcessGroup], ranks: Sequence[Sequence[int
     )
 
 
-def shard_stage(stage: StageModule, mesh: DeviceMesh, device: torch.device, compute_dtype: torch.dtype) -> None:
+def shard_stage(
+    stage: StageModule,
+    mesh: DeviceMesh,
+    device: torch.device,
+    compute_dtype: torch.dtype,
+    keeps_weights: bool = False,
+) -> None:
     """Shard the parameters of a stage over `mesh`, layer by layer; trained ones are held in fp32 from now on.
+
+    keeps_weights: whether weights stay gathered after a forward; see `reduce_between_copies` and `release_weights`.
 
     Whatever the parameters held is lost: their memory on `device` is that of one whole layer at a time, beside the
     shards. `initialize_shards` sets them.
@@ -68,10 +77,10 @@ def shard_stage(stage: StageModule, mesh: DeviceMesh, device: torch.device, comp
     grouped = [layer for layer in stage.layers.values() if layer is not stage.tied_layer]
     for layer in grouped:
         _move_empty(layer, device)
-        # Gathered again in the backward, and never left whole where an update could make it stale.
-        fully_shard(layer, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
+        # Gathered again in the backward, unless it stays whole until `release_weights`, before an update.
+        fully_shard(layer, mesh=mesh, reshard_after_forward=not keeps_weights, mp_policy=policy)
     _move_empty(stage, device)
-    fully_shard(stage, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
+    fully_shard(stage, mesh=mesh, reshard_after_forward=not keeps_weights, mp_policy=policy)
     for entry in _STAGE_ENTRIES:
         if hasattr(stage, entry):  # only a generator predicts noise
             register_fsdp_forward_method(stage, entry)
@@ -149,9 +158,27 @@ def _prefetch_neighbours(layers: Sequence[nn.Module]) -> None:
         layer.set_modules_to_backward_prefetch(layers[max(i - 1, 0) : max(i, 1)])  # type: ignore[operator]
 
 
-def reduce_between_copies(stage: StageModule, is_last: bool) -> None:
-    """Say whether the next backward is the step's last one, which alone sums gradients over the copies of a shard."""
+def reduce_between_copies(stage: StageModule, is_last: bool, keeps_weights: bool = False) -> None:
+    """Say whether the next backward is the step's last one, which alone sums gradients over the copies of a shard.
+
+    keeps_weights: whether the backwards before it leave the weights gathered.
+    """
     stage.set_requires_all_reduce(is_last)  # type: ignore[operator]
+    if keeps_weights:
+        stage.set_reshard_after_backward(is_last)  # type: ignore[operator]
+
+
+def release_weights(stage: StageModule) -> None:
+    """Free gathered weights, so that the next forward gathers what an update or a checkpoint has made of the shards.
+
+    A step's last backward has freed those of layers that it reached. Others, as of a unit that a step did not train, or
+    of a forward without backward, would be stale.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in stage.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def weight_shards(params: Mapping[nn.Parameter, ParamSpec], mesh: DeviceMesh) -> Iterator[NamedShard]:
@@ -185,6 +212,7 @@ class FullyShardedAdamW:
         settings: AdamW's settings for all units.
         lr_scale: multiplies the learning rate of this unit.
         weight_decay: the weight decay of this unit.
+        gathered: stages whose weights may be gathered when the shards change.
     """
 
     def __init__(
@@ -195,7 +223,9 @@ class FullyShardedAdamW:
         settings: OptimizerSettings,
         lr_scale: float,
         weight_decay: float,
+        gathered: Sequence[StageModule] = (),
     ) -> None:
+        self._gathered = gathered
         self._specs, self._device, self._lr_scale = params, device, lr_scale
         self._mesh = mesh
         # One copy of the unit is saved and counted in norms.
@@ -238,6 +268,7 @@ class FullyShardedAdamW:
 
     def step(self, lr: float, clip: ClipFactors) -> None:
         """Divide the gradients by `clip.divisor` and update this rank's shards of the parameters, if at all."""
+        self._release_weights()
         if self._adam is None:
             return
         set_clip_factors(self._adam, clip)
@@ -281,15 +312,21 @@ class FullyShardedAdamW:
 
     def load(self, read: Callable[[NamedShard], Tensor]) -> None:
         """Fill parameters and moments; `read` returns the saved elements of a shard as a flat tensor."""
+        self._release_weights()
         with torch.no_grad():
             for named in self._all_shards():
                 named.tensor.copy_(read(named).view_as(named.tensor))
 
     def start_masters(self, weights: WeightSource) -> None:
         """Start master weights from what `weights` has at a higher precision than that of the parameters."""
+        self._release_weights()
         for param, master in self._masters.items():
             first, _ = flat_range(param, self._mesh)
             weights.fill_master(master.detach().view(-1), self._specs[param], 0, 1, first, torch.bfloat16)
+
+    def _release_weights(self) -> None:
+        for stage in self._gathered:
+            release_weights(stage)
 
     def _all_shards(self) -> Iterator[NamedShard]:
         """Yield this rank's shards of weights, frozen ones among them, and of moments."""

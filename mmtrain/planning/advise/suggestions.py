@@ -261,8 +261,8 @@ def suggest_replicated_settings(evaluator: Evaluator) -> Iterator[str]:
         num_ranks = max(problem.cluster.rank_counts)
         sizes = shard_sizes(num_ranks, problem.hardware.ranks_per_node)
         values["shard"] = [size for size in sizes if size > parallel.shard]
-    if parallel.zero == 1:
-        values["zero"] = [3]
+    if parallel.zero < 3:
+        values["zero"] = [zero for zero in (2, 3) if zero > parallel.zero]
     if parallel.exchange == "all_gather":
         values["exchange"] = ["all_to_all"]
     if parallel.schedule != "auto":

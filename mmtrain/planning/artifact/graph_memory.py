@@ -81,6 +81,7 @@ class GraphMemory:
             sp=unit in self.sequence_parallel,
             num_microbatches=mesh.num_microbatches,
             shard=mesh.shard,
+            keeps_weights=mesh.keeps_weights,
             held_features=self._held_features(graph, stage),
             gathered_elements=self._gathered_elements(graph, stage),
             read_feature_bytes=self._read_feature_bytes(graph, stage),

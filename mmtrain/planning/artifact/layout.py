@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from mmtrain.models.shapes.model_shape import ModelShape
-from mmtrain.planning.artifact.plan import Placement, SchedulePlan, StagePlan, UnitPlan
+from mmtrain.planning.artifact.plan import Placement, SchedulePlan, StagePlan, UnitPlan, sharding_text
 from mmtrain.program.ir.graph import LLM, ContextMethod, CutSequences, DispatchMode, Exchange
 from mmtrain.program.schedules.builder import ScheduleKind
 from mmtrain.recipe.settings.modalities import GENERATOR
@@ -68,7 +68,8 @@ class Layout:
         counts = self.num_microbatches
         llm = self.units[LLM]
         if llm.is_replicated:
-            return replicated_summary(llm.dp, llm.shard, counts, llm.dispatch, llm.exchange, self.encoder_first)
+            sharded = sharding_text(llm.shard, llm.keeps_weights)
+            return replicated_summary(llm.dp, sharded, counts, llm.dispatch, llm.exchange, self.encoder_first)
         counts_differ = len(set(counts.values())) > 1
         meshes = []
         for name, unit in self.units.items():
@@ -88,15 +89,14 @@ class Layout:
 
 def replicated_summary(
     num_ranks: int,
-    shard: int | None,
+    sharded: str,
     num_microbatches: Mapping[str, int],
     dispatch: DispatchMode | None,
     exchange: Exchange,
     encoder_first: bool = False,
 ) -> str:
-    """Return one line on a layout in which every rank runs every unit."""
+    """Return one line on a layout in which every rank runs every unit; sharded: as `sharding_text` says it."""
     count = num_microbatches[LLM]
-    sharded = "zero 1" if shard is None else f"shard {shard}"
     text = f"replicated: {num_ranks} ranks, {sharded}, {count} mini-batch{'' if count == 1 else 'es'}"
     if dispatch is not None:
         text += f", dispatch {dispatch}"
@@ -117,6 +117,7 @@ def replicated_units(
     dispatch: DispatchMode | None,
     exchange: Exchange,
     recompute: Mapping[str, Collection[int]] = NO_LAYERS,
+    keeps_weights: bool = False,
 ) -> dict[str, UnitPlan]:
     """Give every rank all layers of all units, each `shard` ranks one copy of their weights, or every rank (None).
 
@@ -127,10 +128,11 @@ def replicated_units(
         dispatch: what is balanced over the ranks.
         exchange: by which collective rows are dispatched.
         recompute: recomputed layers by unit.
+        keeps_weights: whether they stay gathered through a step (ZeRO-2).
     """
     num_layers = sum(len(unit.layers) for unit in shape.units)
     units = unified_units(shape, MeshSize(1, 1, num_ranks), (0, num_layers), recompute)
-    sharding = {"shard": shard, "dispatch": dispatch, "exchange": exchange}
+    sharding = {"shard": shard, "keeps_weights": keeps_weights, "dispatch": dispatch, "exchange": exchange}
     return {name: unit.model_copy(update=sharding) for name, unit in units.items()}
 
 

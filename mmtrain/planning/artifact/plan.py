@@ -26,6 +26,11 @@ class _Frozen(BaseModel):
 _CONTEXT_FIELDS = ("cp", "cp_method", "cp_split")  # of `UnitPlan`
 
 
+def sharding_text(shard: int | None, keeps_weights: bool) -> str:
+    """Name what ranks of `replicated` share out: `zero 1`, `shard 8`, or `shard 8 zero 2`; see `UnitPlan`."""
+    return "zero 1" if shard is None else f"shard {shard}" + " zero 2" * keeps_weights
+
+
 class StagePlan(_Frozen):
     """One stage: layers [lo, hi) of the unit, and which of them are recomputed, or brought back from host memory.
 
@@ -50,6 +55,9 @@ class UnitPlan(_Frozen):
     vpp: int = 1
     sp: bool = False  # sequence parallelism: the ranks of a TP group share the tokens between GEMMs
     shard: int | None = None  # replicas that hold one copy of the unit together (FSDP); None: each holds it whole
+    # With `shard`: weights stay gathered from the first forward of a step to its last backward, and gradients and
+    # optimizer state alone are shared out (ZeRO-2). Files say it only where it is so.
+    keeps_weights: bool = False
     # What is balanced over the replicas of `replicated`, which are whole (ZeRO-1) without `shard`; None in others.
     dispatch: DispatchMode | None = None
     exchange: Exchange = "all_to_all"  # by which replicas that dispatch move rows
@@ -71,6 +79,8 @@ class UnitPlan(_Frozen):
         if self.cp == 1:
             for name in _CONTEXT_FIELDS:
                 fields.pop(name, None)
+        if not self.keeps_weights:
+            fields.pop("keeps_weights", None)
         return fields
 
     @model_validator(mode="after")
@@ -128,6 +138,12 @@ class UnitPlan(_Frozen):
             raise ValueError(f"shard is {self.shard}, which does not divide dp {self.dp}; use a divisor of it")
         if list(self.ranks) != sorted(self.ranks):
             raise ValueError(f"ranks are {self.ranks}: those of a sharded unit ascend, as torch orders its groups")
+        return self
+
+    @model_validator(mode="after")
+    def _only_shards_are_gathered(self) -> "UnitPlan":
+        if self.keeps_weights and self.shard is None:
+            raise ValueError("keeps_weights is true without `shard`: weights that are whole anyway are never gathered")
         return self
 
     @property
@@ -330,6 +346,11 @@ class Plan(_Frozen):
         return next(iter(self.units.values())).shard
 
     @property
+    def keeps_weights(self) -> bool:
+        """Whether ranks that shard a copy keep its weights gathered through a step (ZeRO-2)."""
+        return next(iter(self.units.values())).keeps_weights
+
+    @property
     def dispatch(self) -> DispatchMode | None:
         """What is balanced over the replicas of all units; None in placements that do not shard."""
         return next(iter(self.units.values())).dispatch
@@ -356,7 +377,8 @@ class Plan(_Frozen):
 
     @model_validator(mode="after")
     def _all_units_sharded_alike(self) -> "Plan":
-        shards = {(unit.shard, unit.dispatch, unit.exchange, unit.ranks) for unit in self.units.values()}
+        units = self.units.values()
+        shards = {(unit.shard, unit.keeps_weights, unit.dispatch, unit.exchange, unit.ranks) for unit in units}
         is_replicated = any(unit.is_replicated for unit in self.units.values())
         if is_replicated != (self.placement == "replicated"):
             raise ValueError(
@@ -364,7 +386,8 @@ class Plan(_Frozen):
                 "`replicated`, and of no other placement, have a `shard` or a `dispatch`"
             )
         if is_replicated and len(shards) > 1:
-            raise ValueError("in `replicated` all units have the same `ranks`, `shard`, `dispatch` and `exchange`")
+            fields = "`ranks`, `shard`, `keeps_weights`, `dispatch` and `exchange`"
+            raise ValueError(f"in `replicated` all units have the same {fields}")
         is_encoder_first = self.schedule.kind == "encoder_first"
         if is_replicated and self.schedule.kind != "1f1b" and not is_encoder_first:
             kinds = "`1f1b` or `encoder_first`"

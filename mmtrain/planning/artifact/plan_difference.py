@@ -91,6 +91,7 @@ def _layout_facts(plan: Plan) -> Iterator[_Fact]:
     facts: dict[str, Value] = {
         "placement": plan.placement,
         "ranks that shard a copy": plan.shard,
+        "weights gathered through a step": plan.keeps_weights,
         "dispatch": plan.dispatch,
         "schedule": schedule.kind,
         "order of actions": order,

@@ -59,6 +59,7 @@ def build_stage_graph(
             num_microbatches=num_microbatches[name],
             vpp=unit.vpp,
             shard=unit.shard,
+            keeps_weights=unit.keeps_weights,
             dispatch=unit.dispatch,
             exchange=unit.exchange,
             cp=unit.cp,

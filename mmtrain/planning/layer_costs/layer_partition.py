@@ -262,7 +262,8 @@ def partitioned_layout(
     elif assignment.placement == "replicated":
         num_ranks = assignment.meshes[LLM].dp
         dispatch, exchange = assignment.dispatch, assignment.exchange
-        units = replicated_units(layer_costs.shape, num_ranks, assignment.shard, dispatch, exchange, recomputed)
+        shard, keeps_weights = assignment.shard, assignment.keeps_weights
+        units = replicated_units(layer_costs.shape, num_ranks, shard, dispatch, exchange, recomputed, keeps_weights)
     else:
         partition_of_unit = dict(zip(assignment.meshes, partition, strict=True))
         units = disaggregated_units(assignment.meshes, partition_of_unit, recomputed)

@@ -3,7 +3,9 @@
 Candidates differ in the number of ranks that hold one copy of the state (fewer than all: hybrid sharding), in the units
 whose items are balanced over the ranks (OrchMLLM, arXiv 2503.23830), and in when encoders run. Layers are recomputed
 where memory demands it. In every layer all ranks wait for the slowest, so a pass is simulated for all of them together.
-With `parallel.zero: 1` every rank holds whole weights, as replicas in `unified` do, and runs its passes by itself.
+With `parallel.zero: 2` the weights are gathered once a step and stay whole, so that shards save gradients and optimizer
+state alone, and gathers are few. With `parallel.zero: 1` every rank holds whole weights, as replicas in `unified` do,
+and runs its passes by itself.
 
 Encoders that run before the LLM (`encoder_first`) may have fewer mini-batches than it. Each mini-batch gathers all
 weights and waits for the slowest rank once. So we take the fewest that fit, unless more of them avoid recomputation.
@@ -90,7 +92,16 @@ def enumerate_replicated(problem: PlanningProblem, evaluator: Evaluator) -> list
             candidates.append(
                 [
                     evaluator.enumerated(
-                        MeshAssignment("replicated", meshes, numbers_of_units, shard, dispatch, exchange, encoder_first)
+                        MeshAssignment(
+                            "replicated",
+                            meshes,
+                            numbers_of_units,
+                            shard,
+                            dispatch,
+                            exchange,
+                            encoder_first,
+                            keeps_weights=parallel.zero == 2,
+                        )
                     )
                     for numbers_of_units in numbers_to_try
                 ]

@@ -14,7 +14,14 @@ from typing import NamedTuple, Protocol
 from mmtrain.costs import RankMemory
 from mmtrain.costs.hardware import GIB
 from mmtrain.planning.artifact.layout import Layout, MeshSize, replicated_summary
-from mmtrain.planning.artifact.plan import AS_FAST_RATIO, Alternative, Placement, SchedulePlan, StepMeasurement
+from mmtrain.planning.artifact.plan import (
+    AS_FAST_RATIO,
+    Alternative,
+    Placement,
+    SchedulePlan,
+    StepMeasurement,
+    sharding_text,
+)
 from mmtrain.planning.space.sample_batches import BatchSplit, unit_split
 from mmtrain.program.ir.graph import LLM, DispatchMode, Exchange, StageGraph, StageId
 
@@ -57,6 +64,7 @@ class MeshAssignment:
     dispatch: DispatchMode | None = None  # in `replicated`: what is balanced over the ranks
     exchange: Exchange = "all_to_all"  # in `replicated`: by which rows are dispatched
     encoder_first: bool = False  # in `replicated`: see `StageGraph`
+    keeps_weights: bool = False  # in `replicated`, with `shard`: they stay gathered through a step (ZeRO-2)
 
     @property
     def pipeline_microbatches(self) -> Mapping[str, int | None]:
@@ -108,7 +116,8 @@ class MeshAssignment:
             return "colocated: " + ", ".join(f"{unit} {mesh}" for unit, mesh in self.meshes.items())
         if self.placement == "replicated":
             num_ranks, counts = self.meshes[LLM].dp, self.num_microbatches
-            return replicated_summary(num_ranks, self.shard, counts, self.dispatch, self.exchange, self.encoder_first)
+            sharded = sharding_text(self.shard, self.keeps_weights)
+            return replicated_summary(num_ranks, sharded, counts, self.dispatch, self.exchange, self.encoder_first)
         num_llm = self.num_microbatches[LLM]
         suffix = {unit: f" mb{num}" if num != num_llm else "" for unit, num in self.num_microbatches.items()}
         if self.placement == "unified":

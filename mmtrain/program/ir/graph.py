@@ -67,6 +67,7 @@ class UnitMesh:
     num_microbatches: int
     vpp: int = 1
     shard: int | None = None
+    keeps_weights: bool = False  # with `shard`: gathered once a step, until its last backward (ZeRO-2)
     dispatch: DispatchMode | None = None
     exchange: Exchange = "all_to_all"
     cp: int = 1

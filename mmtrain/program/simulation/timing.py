@@ -375,13 +375,20 @@ class ModelTiming:
         kind, mb = direction(action), action.mb
         seconds = self._gathered_pass(action.stage, kind, mb, slowest)
         if kind == "B" and self.graph.reruns_forward(action.stage):
-            seconds += self._gathered_pass(action.stage, "F", mb, slowest)
+            seconds += self._gathered_pass(action.stage, "F", mb, slowest, is_again=True)
         return seconds
 
-    def _gathered_pass(self, stage: StageId, kind: Direction, mb: Microbatch, slowest: SlowestReplica | None) -> float:
-        """Return the seconds of a sharded stage's layers in one direction."""
+    def _gathered_pass(
+        self,
+        stage: StageId,
+        kind: Direction,
+        mb: Microbatch,
+        slowest: SlowestReplica | None,
+        is_again: bool = False,
+    ) -> float:
+        """Return the seconds of a sharded stage's layers in one direction; is_again: a forward before its backward."""
         content, mesh = self._contents[stage], self.graph.mesh(mb.unit)
-        key = (content.number, kind, 0, len(content.layers), 0, mb.index)
+        key = (content.number, kind, int(is_again), len(content.layers), 0, mb.index)
         if key not in self._compute_s:
             layers = content.layers
             if kind == "B":
@@ -391,9 +398,11 @@ class ModelTiming:
             compute = [longest[held] for held in layers]
             prices = self._sharded_layers[mb.unit]
             is_last = mb.index == mesh.num_microbatches - 1
-            gathers = [prices.gather_seconds(held.layer) for held in layers]
+            # Kept weights are gathered by the first forward of a step alone.
+            is_gathered = not mesh.keeps_weights or (kind == "F" and mb.index == 0 and not is_again)
+            gathers = [prices.gather_seconds(held.layer) if is_gathered else 0.0 for held in layers]
             reductions = [prices.reduce_seconds(held.layer, is_last) if kind == "B" else 0.0 for held in layers]
-            copies = [prices.gather_copies_seconds(held.layer) for held in layers]
+            copies = [prices.gather_copies_seconds(held.layer) if is_gathered else 0.0 for held in layers]
             if kind == "B":
                 added = [prices.reduce_copies_seconds(held.layer, is_first=mb.index == 0) for held in layers]
                 copies = [sum(both) for both in zip(copies, added, strict=True)]

@@ -20,7 +20,7 @@ PydanticError = dict[str, Any]  # one entry of `ValidationError.errors()`
 _ZERO = (
     "is part of parallel.placement. `unified`, `disaggregated` and `colocated` keep parameters whole in each replica "
     "and shard the optimizer (ZeRO-1). `replicated` shards what parallel.shard says: `all` everything (ZeRO-3), "
-    "1 nothing; with parallel.zero: 1 the optimizer alone"
+    "1 nothing; with parallel.zero: 2 gradients and the optimizer, with parallel.zero: 1 the optimizer alone"
 )
 _DIVISION = (
     "is parallel.llm.layers_per_chunk, the blocks of each of pp x vpp model chunks, such as [7, 9, 9, 7]; chunk i is "

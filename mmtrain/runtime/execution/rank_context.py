@@ -292,9 +292,10 @@ def _shard_unit(
     sharding, param_specs = transport.groups.sharding[mesh.unit], {}
     for stage_id, stage in stages.items():
         specs = param_specs[stage_id] = parameter_specs.stage_param_specs(stage, mesh.unit, groups.tp_size)
-        shard_stage(stage, sharding, options.device, options.dtype)
+        shard_stage(stage, sharding, options.device, options.dtype, mesh.keeps_weights)
         initialize_shards(stage, specs, sharding, options.seed, options.dtype, options.pretrained)
-    return ShardedUnitRunner(mesh.unit, stages, groups, mesh.num_microbatches, sharding, param_specs)
+    counts = mesh.num_microbatches, mesh.keeps_weights
+    return ShardedUnitRunner(mesh.unit, stages, groups, *counts, sharding, param_specs)
 
 
 def _join_tied(stages: Iterable[StageModule]) -> None:
@@ -340,7 +341,9 @@ def _build_sharded_optimizer(recipe: Recipe, unit: ShardedUnitRunner, world: Wor
     """Build the optimizer of a unit whose stages are sharded."""
     lr_scale, weight_decay = _unit_rates(recipe, unit.name)
     params = unit.parameter_specs()
-    return FullyShardedAdamW(params, unit.mesh, world.device, recipe.train.optimizer, lr_scale, weight_decay)
+    gathered = list(unit.stages.values()) if unit.keeps_weights else []
+    settings = recipe.train.optimizer
+    return FullyShardedAdamW(params, unit.mesh, world.device, settings, lr_scale, weight_decay, gathered)
 
 
 def _unit_rates(recipe: Recipe, unit: str) -> tuple[float, float]:

@@ -167,6 +167,7 @@ class ShardedUnitRunner(UnitRunner):
 
     Args:
         num_microbatches: of a replica in a step.
+        keeps_weights: whether they stay gathered between the passes of a step.
         mesh: over which the stages are sharded.
         param_specs: of every parameter of each stage, by its name in the stage, from before it was sharded.
     """
@@ -177,12 +178,14 @@ class ShardedUnitRunner(UnitRunner):
         stages: Mapping[StageId, StageModule],
         groups: ParallelGroups,
         num_microbatches: int,
+        keeps_weights: bool,
         mesh: DeviceMesh,
         param_specs: Mapping[StageId, Mapping[str, ParamSpec]],
     ) -> None:
         super().__init__(name, stages, groups)
         self.mesh, self._param_specs = mesh, param_specs
         self._num_microbatches = num_microbatches
+        self.keeps_weights = keeps_weights
 
     def parameter_specs(self) -> dict[nn.Parameter, ParamSpec]:
         """Return what every parameter was before it was sharded."""
@@ -195,7 +198,7 @@ class ShardedUnitRunner(UnitRunner):
     def backward(self, microbatch: MicrobatchState, lo: int, hi: int) -> None:
         """Run the backward as `UnitRunner` does; the last one of a step sums gradients over the copies, too."""
         is_last = microbatch.mb.index == self._num_microbatches - 1
-        reduce_between_copies(self.stages[microbatch.stage], is_last)
+        reduce_between_copies(self.stages[microbatch.stage], is_last, self.keeps_weights)
         super().backward(microbatch, lo, hi)
 
 

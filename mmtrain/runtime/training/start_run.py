@@ -24,7 +24,7 @@ from mmtrain.families import read_model_folder
 from mmtrain.models.kernels.choice import KernelChoice, describe_kernels
 from mmtrain.models.optim.parameter_specs import MOMENTS
 from mmtrain.planning.artifact.balancing_targets import derive_step_targets
-from mmtrain.planning.artifact.plan import Plan
+from mmtrain.planning.artifact.plan import Plan, sharding_text
 from mmtrain.planning.artifact.plan_change import describe_data_drift
 from mmtrain.recipe import Recipe, dump_recipe
 from mmtrain.recipe.settings.base import POSITION_KEY, flatten, select_for_saving
@@ -234,7 +234,7 @@ def introduce_run(
         console.print(text, style="yellow", highlight=False, soft_wrap=True)
     meshes = ", ".join(f"{name} {u.mesh_text}" for name, u in plan.units.items())
     if plan.placement == "replicated":
-        meshes += ", zero 1" if plan.shard is None else f", shard {plan.shard}"
+        meshes += f", {sharding_text(plan.shard, plan.keeps_weights)}"
     if plan.schedule.kind == "encoder_first":
         meshes += ", encoders first"
     console.print(
