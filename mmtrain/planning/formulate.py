@@ -14,10 +14,11 @@ from mmtrain.models.shapes.model_shape import build_model_shape
 from mmtrain.planning.advise.infeasible import explain_infeasible, has_meshes
 from mmtrain.planning.artifact.plan import Placement
 from mmtrain.planning.space.budget import DEFAULT_BUDGET, MeshBudget, SearchBudget
-from mmtrain.planning.space.constraints import UnitChoices, encoder_microbatches, unit_choices
+from mmtrain.planning.space.constraints import RecomputeMode, UnitChoices, encoder_microbatches, unit_choices
 from mmtrain.planning.space.problem import Cluster, Constraints, PlanningProblem, PlanRequest
 from mmtrain.planning.space.sample_batches import sample_batches
 from mmtrain.recipe.loading.recipe_loader import plan_settings
+from mmtrain.recipe.settings.parallel_settings import UnitParallel
 from mmtrain.recipe.settings.schema import Recipe
 
 
@@ -52,7 +53,7 @@ def formulate_problem(
     constraints = Constraints(
         placements=placements_to_search(recipe, choices, world_size),
         choices=choices,
-        recompute={name: recipe.parallel.of(name).recompute for name in choices},
+        recompute={name: _recomputed_layers(recipe.parallel.of(name)) for name in choices},
         sequence_parallel={name: recipe.parallel.of(name).sp for name in choices},
         tp_overlap={name: recipe.parallel.of(name).tp_overlap for name in choices},
         encoder_microbatches=encoder_microbatches(recipe, shape),
@@ -76,6 +77,11 @@ def formulate_problem(
         cluster=Cluster(machine, world_size, counts),
         request=request,
     )
+
+
+def _recomputed_layers(degrees: UnitParallel) -> RecomputeMode:
+    """Return which layers of a unit run again as a whole: none of `selective`, which the model's shape marks."""
+    return "none" if degrees.recompute == "selective" else degrees.recompute
 
 
 def _require_even_ranks(machine: Hardware, num_ranks: int) -> None:

@@ -72,9 +72,21 @@ def _unit_table(plan: Plan) -> Table:
             *((str(unit.tp_chunks),) if shows_chunks else ()),
             str(plan.schedule.num_microbatches[name]),
             str(num_layers),
-            str(unit.num_recomputed),
+            _num_recomputed(unit, num_layers),
         )
     return table
+
+
+def _num_recomputed(unit: UnitPlan, num_layers: int) -> str:
+    """Write how many layers are recomputed, with Megatron-LM's name where the unit is recomputed by one of its ways.
+
+    `full`: every block, whatever the layers at the ends do. `selective`: attention and activation functions alone.
+    """
+    recomputed = {layer for stage in unit.stages for layer in stage.recompute}
+    if recomputed.issuperset(range(1, num_layers - 1)) and recomputed and unit.offload != "all":
+        return f"{len(recomputed)} (full)"
+    is_selective = unit.recompute_activation_function and not recomputed
+    return f"{len(recomputed)}{' (selective)' * is_selective}"
 
 
 def _sequence_parallelism(unit: UnitPlan) -> str:

@@ -209,6 +209,8 @@ class Cell:
         )
         if self.seed % 2:
             changes |= {f"parallel__{unit}__recompute_activation_function": True for unit in ("vision", "llm")}
+        if self.seed % 4 == 3:
+            changes |= {f"parallel__{unit}__recompute": "selective" for unit in ("vision", "llm")}
         if offload := {1: "inputs", 2: "all"}.get(self.seed % 4):
             changes |= {f"parallel__{unit}__offload": offload for unit in ("vision", "llm")}
         return recipe(**changes)

@@ -103,6 +103,14 @@ def test_units_that_the_recipe_divides_train_as_one_process_does(case: str) -> N
     assert_equals_one_process(settings, chosen)
 
 
+def test_selective_recomputation_is_planned_and_trains_as_one_process_does() -> None:
+    settings = recipe(parallel__vision__recompute="selective", parallel__llm={"recompute": "selective", "pp": 2})
+    samples = lengths(settings.model.all_encoders, NUM_PLANNED)
+    chosen = plan_recipe(settings, samples, world_size=2, hardware="cpu-core", recipe_sha256="")
+    assert all(unit.recompute_activation_function and not unit.num_recomputed for unit in chosen.units.values())
+    assert_equals_one_process(settings, chosen)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", IN_CHUNKS)
 def test_interleaved_units_train_as_one_process_does(case: str) -> None:

@@ -167,6 +167,24 @@ def test_fewer_layers_are_recomputed_where_activation_functions_run_again() -> N
     assert all(unit.recompute_activation_function for unit in chosen.units.values())
 
 
+def test_selective_recomputation_is_that_of_activation_functions_and_no_layers() -> None:
+    units = ("vision", "llm")
+    named, spelled_out, full, kept = (
+        planned(recipe(parallel={"placement": "unified"} | dict.fromkeys(units, settings)), 2)
+        for settings in (
+            {"recompute": "selective"},
+            {"recompute": "none", "recompute_activation_function": True},
+            {"recompute": "all"},
+            {"recompute": "none", "recompute_activation_function": False},
+        )
+    )
+    assert (named.units, named.predicted) == (spelled_out.units, spelled_out.predicted)
+    assert all(unit.recompute_activation_function and not unit.num_recomputed for unit in named.units.values())
+    peaks = [max(p.predicted.peak_memory_gib.values()) for p in (full, named, kept)]
+    assert peaks[0] < peaks[1] < peaks[2]
+    assert kept.predicted.step_time_s < named.predicted.step_time_s < full.predicted.step_time_s
+
+
 def test_activation_functions_run_again_where_nothing_fits_otherwise() -> None:
     parallel: dict[str, Any] = {"placement": "unified", "vision": {"recompute": "none"}, "llm": {"recompute": "none"}}
     peak_gib = planned(recipe(parallel=parallel), 1).predicted.peak_memory_gib["0"]

@@ -432,6 +432,18 @@ def test_missing_settings_say_what_they_are(write: Write) -> None:
             "parallel.generator.offload: found all, allowed: none or auto",
         ),
         (
+            ["parallel.llm={recompute: selective, recompute_activation_function: false}"],
+            "parallel.llm.recompute_activation_function: found false with recompute selective, which computes",
+        ),
+        (
+            ["parallel.vision={offload: all, recompute: selective}"],
+            "parallel.vision.offload: found all with recompute selective, which keeps all activations on the device",
+        ),
+        (
+            [DIT, "data.sources=[{path: a.csv}]", "parallel.generator.recompute=selective"],
+            "parallel.generator.recompute: found selective, allowed: auto, none or all",
+        ),
+        (
             ["parallel.llm={offload: inputs, recompute: none}"],
             "parallel.llm.offload: found inputs with recompute none, which keeps all activations on the device",
         ),
@@ -504,7 +516,7 @@ def test_checks_do_not_fail_on_recipes_with_other_problems(base: Path, section: 
 
 
 def test_no_check_is_forgotten() -> None:
-    assert len({check.__name__ for check in CHECKS}) == len(CHECKS) == 30
+    assert len({check.__name__ for check in CHECKS}) == len(CHECKS) == 31
 
 
 FINE = "model.encoders.fine={modality: vision, layers: 2, hidden: 32, heads: 4, ffn: 64, patch: 16, max_side: 32}"

@@ -44,6 +44,24 @@ def plan(*alternatives: Alternative) -> Plan:
     )
 
 
+@pytest.mark.parametrize(
+    ("recomputed", "again", "text"),
+    [
+        ((), False, "0"),
+        ((), True, "0 (selective)"),
+        (tuple(range(1, 11)), False, "10 (full)"),
+        (tuple(range(12)), True, "12 (full)"),
+        (tuple(range(1, 10)), True, "9"),
+    ],
+)
+def test_recomputation_has_the_names_of_megatron(recomputed: tuple[int, ...], again: bool, text: str) -> None:
+    known = plan()
+    stage = StagePlan(stage=0, layers=(0, 12), recompute=recomputed)
+    llm = known.units["llm"].model_copy(update={"stages": (stage,), "recompute_activation_function": again})
+    shown = plan_table(known.model_copy(update={"units": known.units | {"llm": llm}}))
+    assert [line.split("\u2502")[-2].strip() for line in shown.splitlines() if "2 x 2 x 2" in line] == [text]
+
+
 def test_stages_prediction_and_alternatives_are_shown() -> None:
     slower = Alternative(
         summary="unified: vision tp1 pp2 dp5",

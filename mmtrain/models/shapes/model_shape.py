@@ -125,7 +125,7 @@ def build_model_shape(recipe: Recipe) -> ModelShape:
         units.append(UnitShape("generator", "generator", generator_layers(model.generator, llm_hidden)))
         edges.append(ModelEdge("llm", "generator", layer=0, width=llm_hidden))
     shape = ModelShape(mark_frozen(units, recipe), tuple(edges), model.llm.tie_embeddings)
-    fixed = [u.name for u in units if recipe.parallel.of(u.name).recompute_activation_function is True]
+    fixed = [u.name for u in units if recipe.parallel.of(u.name).runs_activations_again is True]
     modes = {u.name: recipe.parallel.of(u.name).offload for u in units}
     offload: dict[str, OffloadMode] = {name: mode for name, mode in modes.items() if mode != "auto"}
     return with_offload(with_recomputed_activations(shape, fixed) if fixed else shape, offload)

@@ -49,7 +49,7 @@ def with_activations_again(problem: PlanningProblem) -> PlanningProblem | None:
     None where that changes nothing.
     """
     settings = {
-        unit.name: problem.recipe.parallel.of(unit.name).recompute_activation_function
+        unit.name: problem.recipe.parallel.of(unit.name).runs_activations_again
         for unit in problem.shape.units
         if unit.kind != "generator"
     }

@@ -17,7 +17,7 @@ from mmtrain.recipe.settings.parallel_settings import ParallelSettings, UnitPara
 from mmtrain.recipe.settings.schema import Recipe
 
 _SETTINGS = ("tp", "pp", "dp", "vpp", "layers_per_chunk", "num_microbatches")
-RecomputeMode = Literal["none", "all", "auto"]  # what the recipe says of a unit
+RecomputeMode = Literal["none", "all", "auto"]  # which layers of a unit the recipe has recomputed as a whole
 SequenceParallelSetting = Literal["auto"] | bool  # the same of `sp`
 TpOverlapSetting = Literal["auto"] | bool  # the same of `tp_overlap`
 

@@ -156,6 +156,9 @@ def check_generator(recipe: Recipe) -> Iterator[Problem]:
     if degrees.recompute_activation_function is True:
         text = "found true, allowed: false or auto (layers of a generator are recomputed whole, by `recompute`)"
         yield Problem(("parallel", "generator", "recompute_activation_function"), text)
+    if degrees.recompute == "selective":
+        text = "found selective, allowed: auto, none or all (layers of a generator are recomputed whole)"
+        yield Problem(("parallel", "generator", "recompute"), text)
     if model.kind == "dit":
         yield from check_tp("generator", degrees, heads=model.heads[0])
         num_layers = model.layers + NUM_END_LAYERS + 1  # and the projector of the context
@@ -250,15 +253,27 @@ def check_offload(recipe: Recipe) -> Iterator[Problem]:
     """Something of the unit can go to host memory."""
     for name in (*recipe.model.all_encoders, "llm"):
         degrees = recipe.parallel.of(name)
-        if degrees.offload in ("inputs", "all") and degrees.recompute == "none":
+        if degrees.offload in ("inputs", "all") and degrees.recompute in ("none", "selective"):
             text = (
-                f"found {degrees.offload} with recompute none, which keeps all activations on the device; allowed: "
-                "none, or recompute auto (as few blocks as memory demands) or all"
+                f"found {degrees.offload} with recompute {degrees.recompute}, which keeps all activations on the "
+                "device; allowed: none, or recompute auto (as few blocks as memory demands) or all"
             )
             yield Problem(("parallel", *unit_path(name), "offload"), text)
     if recipe.model.generator is not None and recipe.parallel.generator.offload in ("inputs", "all"):
         text = f"found {recipe.parallel.generator.offload}, allowed: none or auto (layers of a generator keep theirs)"
         yield Problem(("parallel", "generator", "offload"), text)
+
+
+def check_selective_recompute(recipe: Recipe) -> Iterator[Problem]:
+    """Selective recomputation is that of activation functions, which another setting must not exclude."""
+    for name in (*recipe.model.all_encoders, "llm"):
+        degrees = recipe.parallel.of(name)
+        if degrees.recompute == "selective" and degrees.recompute_activation_function is False:
+            text = (
+                "found false with recompute selective, which computes activation functions again; leave one of the two "
+                "out (`recompute: none` keeps all but attention's scores)"
+            )
+            yield Problem(("parallel", *unit_path(name), "recompute_activation_function"), text)
 
 
 def check_shares(recipe: Recipe) -> Iterator[Problem]:
@@ -324,6 +339,7 @@ CHECKS: tuple[Check, ...] = (
     check_cluster_size,
     check_context_parallelism,
     check_offload,
+    check_selective_recompute,
     check_rotary_width,
     check_rope_context,
     check_rope_sections,

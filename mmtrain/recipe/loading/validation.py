@@ -26,7 +26,7 @@ _DIVISION = (
     "is parallel.llm.layers_per_chunk, the blocks of each of pp x vpp model chunks, such as [7, 9, 9, 7]; chunk i is "
     "on pipeline rank i % pp"
 )
-_RECOMPUTE = "is parallel.llm.recompute and parallel.vision.recompute: auto, none or all"
+_RECOMPUTE = "is parallel.llm.recompute and parallel.vision.recompute: auto, none, selective or all"
 _OFFLOAD = "is parallel.llm.offload and parallel.vision.offload: none, inputs, all or auto"
 
 # The name, without case, `-` and `_` -> what follows it in a sentence.
@@ -54,6 +54,8 @@ _HERE: Mapping[str, str] = {
     "enableactivationoffloading": _OFFLOAD,
     "cpucheckpointing": _OFFLOAD,
     "recomputegranularity": _RECOMPUTE,
+    "recomputemodules": _RECOMPUTE,
+    "recomputenumlayers": _RECOMPUTE,
     "gradientcheckpointing": _RECOMPUTE,
 }
 

@@ -56,11 +56,12 @@ class UnitParallel(Section):
         "An encoder's number divides the LLM's (one encoder microbatch serves several LLM microbatches) or is a "
         "multiple of it. Default: the LLM's number.",
     )
-    recompute: Literal["auto", "none", "all"] = setting(
+    recompute: Literal["auto", "none", "selective", "all"] = setting(
         "auto",
         affects={"plan"},
         description="Activation recomputation in backward. `auto`: for as few layers as memory allows. `none`: no "
-        "layers. `all`: all layers.",
+        "layers. `selective`: no layers, but activation functions (`recompute_activation_function`) beside attention's "
+        "scores, which no kernel keeps; not for a generator. `all`: all layers, as Megatron-LM's `full`.",
     )
     recompute_activation_function: bool | Literal["auto"] = setting(
         "auto",
@@ -87,6 +88,11 @@ class UnitParallel(Section):
         "of its batch, batches of neighbors in length. It changes no result. `auto`: as the unit computes them: "
         "`packed`, and `padded` for the LLM with `data.pad`.",
     )
+
+    @property
+    def runs_activations_again(self) -> bool | Literal["auto"]:
+        """Whether backward computes activation functions again; `auto`: the planner decides."""
+        return True if self.recompute == "selective" else self.recompute_activation_function
 
 
 class LlmParallel(UnitParallel):
