@@ -144,7 +144,8 @@ class AnalyticCosts:
             return 0.0
         if layer.offload != "none":
             return offloaded_seconds(self, self.hardware, self.element_bytes, work)
-        saved_s = self._saved_by_chunks(work) if work.split.chunks > 1 else 0.0
+        is_saving = work.split.chunks > 1 or self._uses_buffers(work)
+        saved_s = self._saved_beside_gemms(work) if is_saving else 0.0
         if work.kind == "backward":
             return self._backward(layer, tp, load, work.input_grad) - saved_s
         again_s = self.activation_again(layer, tp, load, work.kind) + self.mlp_chunk_sums(layer, tp, load, work.kind)
@@ -201,6 +202,9 @@ class AnalyticCosts:
             gemm_s = self._gemm(gemm)
             has_gradient_beside = direction == "backward" and computes_weight_gradient and kind != "all_gather"
             after_s = gemm_s if has_gradient_beside else 0.0
+            if not has_gradient_beside and self._uses_buffers(work):
+                # The rank's own part travels nowhere, so its GEMM runs before the first message, or behind the last.
+                after_s = gemm_s * (work.tp - 1) / work.tp
             chunk_s = gemm_s if after_s else self._chunk_of_gemm(gemm, work.split.chunks)
             beside[piece] = ComputeBeside(gemm_s, chunk_s, after_s)
         return beside
@@ -210,17 +214,22 @@ class AnalyticCosts:
         launches_s = (chunks - 1) / chunks * CHUNK_KERNELS * self.hardware.kernel_launch_s
         return self._gemm(replace(gemm, m=-(-gemm.m // chunks))) + launches_s
 
+    def _uses_buffers(self, work: LayerWork) -> bool:
+        """Return whether a TP group's messages run beside GEMMs through user buffers."""
+        return self.execution.user_buffers and work.tp > 1 and work.split.sp
+
     @lru_cache(maxsize=1 << 16)  # noqa: B019
-    def _saved_by_chunks(self, work: LayerWork) -> float:
-        """Return by how much chunks shorten a pass of a block; negative where they lengthen it."""
+    def _saved_beside_gemms(self, work: LayerWork) -> float:
+        """Return by how much chunks or user buffers shorten a pass of a block; negative where they lengthen it."""
         layer, tp, direction = work.layer, work.tp, work.direction
         has_pass = direction == "forward" or work.has_gradient
         if tp == 1 or layer.kind not in REDUCED_BESIDE_WEIGHT_GRADIENT or not has_pass:
             return 0.0
         nbytes = work.load.tokens * layer.hidden * self.element_bytes
         hidden_s = []
-        for split in (work.split, TokenSplit(work.split.sp)):
-            beside = self.compute_beside(work._replace(split=split))
+        plain = replace(self, execution=replace(self.execution, user_buffers=False))
+        for costs, split in ((self, work.split), (plain, TokenSplit(work.split.sp))):
+            beside = costs.compute_beside(work._replace(split=split))
             collectives = piece_collectives(self, nbytes, tp, direction, beside, split)
             hidden_s.append(sum(collective.hidden_s for collective in collectives.values()))
         return hidden_s[0] - hidden_s[1]

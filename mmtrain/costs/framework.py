@@ -37,6 +37,9 @@ class Execution:
     overlaps_shards: bool = True  # FSDP gathers and reduces a layer while it computes the next
     copies_shards: bool = True  # FSDP2 copies out of and into buffers; FSDP1 keeps a layer's weights in one flat buffer
     tp_traffic: float = 1.0  # bytes of a block's tensor-parallel collectives over those of Megatron-LM
+    # With sequence parallelism, gathers and reduce-scatters of a TP group go round its ranks in parts, each beside the
+    # GEMM of another part (Transformer Engine's user buffers, `tp_comm_overlap` of Megatron-LM and NeMo).
+    user_buffers: bool = False
     gradient_bytes: int = 0  # per parameter and microbatch, where a kernel of its own adds gradients up
 
     def extra_elements(self, layer: LayerShape, tokens: int, tp: int) -> float:

@@ -1,13 +1,15 @@
 """Hardware presets, and the roofline model with them."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from mmtrain.costs import PRESETS, AnalyticCosts, GroupLayout, TokenLoad, preset
 from mmtrain.costs import layer_arithmetic as analytic
-from mmtrain.costs.cost_model import LayerWork
+from mmtrain.costs.block_pieces import collective_kinds
+from mmtrain.costs.cost_model import LayerWork, PassDirection, TokenSplit
 from mmtrain.costs.framework import OWN_RUNTIME, Execution
 from mmtrain.costs.hardware import GEMM_TILE_ELEMENTS
 from mmtrain.models.shapes.layer_shape import BLOCK_PIECES, MLP_CHUNK_TOKENS, Attention, DenseMlp, LayerShape
@@ -113,6 +115,42 @@ def test_backward_computes_again_what_the_framework_did_not_keep() -> None:
     )
     starts_s = 20 * hardware.kernel_launch_s  # recomputation is not charged with starting kernels
     assert again_s - kept_s == pytest.approx(sum(map(sum, forward_s)) - starts_s)
+
+
+@pytest.mark.parametrize("gb_per_s", [5.0, 60.0, 450.0])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_user_buffers_hide_what_goes_round_the_ranks_beside_gemms(direction: PassDirection, gb_per_s: float) -> None:
+    """Compare with the parts one after another: a rank computes its own part while the first of others travels."""
+    tp, hardware = 4, preset("h100-80g")
+    hardware = replace(hardware, intra_node=replace(hardware.intra_node, bytes_per_s=gb_per_s * 1e9))
+    block = LayerShape("decoder_block", hidden=2048, out=2048, mixer=Attention(16, 16, 128), mlp=DenseMlp(8192))
+    work = LayerWork(block, tp, TokenLoad.of(np.array([4096])), direction, split=TokenSplit(True))
+    own, hiding = (AnalyticCosts(hardware, "bf16", e) for e in (OWN_RUNTIME, Execution(user_buffers=True)))
+    nbytes = work.load.tokens * block.hidden * 2
+    saved_s = 0.0
+    for piece, kind in collective_kinds(direction, sp=True).items():
+        gemm_s, _, after_s = own.compute_beside(work)[piece]
+        if after_s:  # the gradient of a weight is beside it in any case
+            continue
+        collective_s = own.collective(kind, nbytes, GroupLayout(tp))
+        arrived_s = computed_s = 0.0
+        for part in range(tp):
+            arrived_s += collective_s / (tp - 1) if part else 0.0
+            computed_s = max(computed_s, arrived_s) + gemm_s / tp
+        saved_s += (1 - hardware.overlap_slowdown) * (collective_s + gemm_s - computed_s)
+    assert saved_s > 0
+    assert own.seconds(work) - hiding.seconds(work) == pytest.approx(saved_s)
+    of_pieces = [sum(piece.total_s for piece in costs.pieces(work)) for costs in (own, hiding)]
+    assert of_pieces[0] - of_pieces[1] == pytest.approx(saved_s)
+
+
+@pytest.mark.parametrize("work", [{"tp": 1}, {"split": TokenSplit(False)}])
+def test_user_buffers_need_sequence_parallelism(work: dict[str, Any]) -> None:
+    block = LayerShape("decoder_block", hidden=2048, out=2048, mixer=Attention(16, 16, 128), mlp=DenseMlp(8192))
+    asked = LayerWork(block, 4, LOAD, "forward", split=TokenSplit(True))._replace(**work)
+    executions = OWN_RUNTIME, Execution(user_buffers=True)
+    seconds = [AnalyticCosts(preset("h100-80g"), "bf16", e).seconds(asked) for e in executions]
+    assert seconds[0] == seconds[1]
 
 
 def test_scores_that_pass_through_memory_cost_more_than_fused_attention() -> None:
