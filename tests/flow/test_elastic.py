@@ -134,6 +134,20 @@ def test_a_run_goes_on_without_ranks_that_are_gone_for_good(data: Path, unbroken
     assert [step["ranks"] for step in read_metrics(tmp_path) if "resume_s" in step] == [2, 1]
 
 
+@pytest.mark.slow
+def test_a_run_that_keeps_gathered_weights_goes_on_with_fewer_ranks(
+    data: Path, unbroken_three: Path, tmp_path: Path
+) -> None:
+    changes = (*SETTINGS, "parallel.placement=replicated", "parallel.shard=all", "parallel.zero=2")
+    request = request_for(data, tmp_path, *changes, ranks=2, max_restarts=4, elastic=True)
+    assert launch(request, faults=RankIsGone(1, 1, tmp_path)) == (0, "")
+    assert set(ranks_of_steps(tmp_path)) == {2, 1}
+    for num_ranks in (2, 1):
+        chosen = load_plan(standby_plan_path(tmp_path, num_ranks))
+        assert (chosen.placement, chosen.shard, chosen.keeps_weights) == ("replicated", num_ranks, True)
+    assert_same_course(tmp_path, unbroken_three)
+
+
 # More steps than any machine takes before the plan for two ranks is there, which is made at a low priority beside them.
 SLOW_STEPS = ("train.global_batch=32", "train.optimizer.lr=1e-5", "train.steps=20000", "train.checkpoint.every=5")
 
