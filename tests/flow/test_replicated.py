@@ -55,13 +55,17 @@ def replicated(
     recompute: tuple[int, ...] = (),
     dispatch: DispatchMode | None = None,
     encoder_first_in: int | None = None,
+    tp: int = 1,
+    sp: bool = False,
+    tp_chunks: int = 1,
 ) -> Plan:
-    """Return a plan in which each of `num_ranks` ranks runs every unit, and `shard` of them hold one copy.
+    """Return a plan in which each TP group of `num_ranks` ranks runs every unit, and `shard` of them hold one copy.
 
     shard: None with a `dispatch` for weights that are whole on every rank (`parallel.zero: 1`).
     encoder_first_in: mini-batches of encoders that run before and after the LLM.
     """
-    mesh = Mesh((), tuple(range(num_ranks)), dp=num_ranks, recompute=recompute)
+    ranks = tuple(range(num_ranks))
+    mesh = Mesh((), ranks, dp=num_ranks // tp, recompute=recompute, tp=tp, sp=sp, tp_chunks=tp_chunks)
     encoders = dict.fromkeys(settings.model.all_encoders, replace(mesh, n=encoder_first_in or 0))
     kind: ScheduleKind = "1f1b" if encoder_first_in is None else "encoder_first"
     return plan(settings, kind, shard=shard, dispatch=dispatch, **encoders, llm=mesh)
@@ -228,6 +232,54 @@ def test_sharded_units_compute_what_one_process_does(case: str) -> None:
     changes, num_ranks, shard, recompute, texts_between, *dispatch = (CASES | MORE)[case]
     settings = recipe(**changes)
     assert_equals_one_process(settings, replicated(settings, num_ranks, shard, recompute, *dispatch), texts_between)
+
+
+# name -> (recipe changes, ranks, tp, sequence parallelism, shard or None for whole weights, recomputed layers[,
+# dispatch[, mini-batches of encoders that run first[, chunks of tokens]]])
+SplitCase = tuple[Any, ...]
+CLIPPED: dict[str, Any] = {"train__optimizer__clip_norm": 0.05}
+WITH_TP: dict[str, SplitCase] = {
+    "one copy of two parts": (CLIPPED, 4, 2, False, 2, ()),
+    "sequence parallel, audio, tied, recomputed, all dispatched": (SPEECH | TIED | CLIPPED, 4, 2, True, 2, ALL, "all"),
+}
+MORE_WITH_TP: dict[str, SplitCase] = {
+    "two copies of two parts": (SPEECH, 4, 2, False, 1, (), "llm"),
+    "sequence parallel, two copies of two parts, parts frozen": (
+        SPEECH | TIED | {"train__freeze": ("*norm.weight", "llm.layers.2.*", "vision.layers.2.mlp.*")},
+        4,
+        2,
+        True,
+        1,
+        (2,),
+        "none",
+    ),
+    "no replicas": (TIED, 2, 2, True, 1, ()),
+    "sequence parallel, adapters, encoders first": (ADAPTED, 4, 2, True, 2, ALL, "llm", 1),
+    "frozen encoder, all dispatched by all-gather": (BY_ALL_GATHER | FROZEN_VISION | SPEECH, 4, 2, True, 2, (), "all"),
+    "frozen llm, encoders first, all dispatched": ({"model__llm__freeze": True} | SPEECH, 4, 2, False, 2, (), "all", 1),
+    "norms of heads": ({"model__llm__qk_norm": True}, 4, 2, False, 2, ()),
+    "deepstack, linears in chunks": (DEEPSTACK, 4, 2, True, 2, ALL, "all", None, 2),
+    "whole weights, sequence parallel, all dispatched": (SPEECH | TIED, 4, 2, True, None, ALL, "all"),
+    "two nodes, microbatches of one sample": (
+        SPEECH | TWO_NODES | {"train__global_batch": 8},
+        4,
+        2,
+        True,
+        2,
+        (),
+        "all",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", [*WITH_TP, *mostly_long(MORE_WITH_TP, every=2)])
+def test_sharded_parts_of_units_compute_what_one_process_does(case: str) -> None:
+    """With tensor parallelism the ranks at one place of the TP groups share the part of that place."""
+    changes, num_ranks, tp, sp, shard, recompute, *dispatch = (WITH_TP | MORE_WITH_TP)[case]
+    settings = recipe(**changes)
+    chunks = dispatch[2] if len(dispatch) > 2 else 1
+    chosen = replicated(settings, num_ranks, shard, recompute, *dispatch[:2], tp=tp, sp=sp, tp_chunks=chunks)
+    assert_equals_one_process(settings, chosen, texts_between=True)
 
 
 FREEZE: dict[str, dict[str, Any]] = {
@@ -500,6 +552,11 @@ def test_kept_weights_are_gathered_once_a_step() -> None:
         assert min(numbers) > 3 * num_layers
 
 
+def _unified_pairs(settings: Recipe) -> Plan:
+    """Return a plan of two pipeline ranks, each of two tensor-parallel ones."""
+    return plan(settings, vision=Mesh((), (0, 1), tp=2), llm=Mesh((2,), (0, 1, 2, 3), tp=2))
+
+
 def _held(context: RankContext) -> list[NamedShard]:
     return [copy(piece) for unit in context.optimizer.units.values() for piece in unit.shards()]
 
@@ -530,26 +587,36 @@ def _restore(settings: Recipe, chosen: Plan, folder: Path) -> list[NamedShard]:
     [
         *("to replicated", "from replicated", "another shard", "to whole weights"),
         *("to kept weights", "from kept weights", "kept weights in two copies"),
+        *("to parts of units", "from parts of units", "parts of units to another shard"),
+        *("parts of units to whole weights", "parts of units to a pipeline"),
     ],
 )
 def test_a_checkpoint_goes_over_to_another_placement_or_shard(change: str, tmp_path: Path) -> None:
     settings = recipe(model__llm__tie_embeddings=True, train__freeze=("vision.layers.0.*",))
     whole_copy, two_copies = replicated(settings, 2, 2), replicated(settings, 2, 1)
     kept_copy, two_kept_copies = (_keeping_weights(chosen) for chosen in (whole_copy, two_copies))
+    on_four, parts = replicated(settings, 4, 4), replicated(settings, 4, 2, tp=2, sp=True)
     first, second = {
         "to kept weights": (_unified(settings), kept_copy),
         "from kept weights": (kept_copy, _unified(settings)),
         "kept weights in two copies": (kept_copy, two_kept_copies),
+        "to parts of units": (on_four, parts),
+        "from parts of units": (parts, on_four),
+        "parts of units to another shard": (parts, replicated(settings, 4, 1, tp=2)),
+        "parts of units to whole weights": (parts, replicated(settings, 4, None, dispatch="all", tp=2)),
+        "parts of units to a pipeline": (parts, _unified_pairs(settings)),
         "to replicated": (_unified(settings), whole_copy),
         "from replicated": (whole_copy, _unified(settings)),
         "another shard": (whole_copy, two_copies),
         "to whole weights": (whole_copy, replicated(settings, 2, None, dispatch="all")),
     }[change]
-    ranks = run_ranks(2, _change_plan, settings, first, second, tmp_path)
+    ranks = run_ranks(first.world_size, _change_plan, settings, first, second, tmp_path)
     losses, next_losses = (sum(rank[i] for rank in ranks) for i in (0, 1))
     assert next_losses == pytest.approx(losses, rel=1e-6)
     saved = whole([piece for rank in ranks for piece in rank[2]])
-    restored = whole([piece for of_rank in run_ranks(2, _restore, settings, second, tmp_path) for piece in of_rank])
+    restored = whole(
+        [piece for of_rank in run_ranks(second.world_size, _restore, settings, second, tmp_path) for piece in of_rank]
+    )
     assert saved.keys() == restored.keys()
     assert [name for name in saved if not torch.equal(saved[name], restored[name])] == []
 
@@ -557,7 +624,7 @@ def test_a_checkpoint_goes_over_to_another_placement_or_shard(change: str, tmp_p
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tp": 2, "dp": 1, "shard": 1}, "a unit that is sharded, or dispatches, has tp 1, cp 1, pp 1"),
+        ({"cp": 2, "cp_method": "ring", "cp_split": "auto", "dp": 1}, "a unit with cp above 1 has a method"),
         ({"dp": 4, "ranks": (0, 1, 2, 3), "shard": 3}, "shard is 3, which does not divide dp 4; use a divisor of it"),
         ({"ranks": (1, 0), "shard": 2}, "those of a sharded unit ascend"),
     ],
@@ -580,10 +647,9 @@ def test_what_is_dispatched_is_stated_of_all_sharded_units_alike() -> None:
     assert chosen.dispatch == "all"
     whole = chosen.units["llm"].model_dump() | {"shard": None}
     assert UnitPlan.model_validate(whole).is_replicated
-    with pytest.raises(ValueError, match="shard is None and dispatch all with tp 2"):
-        UnitPlan.model_validate(whole | {"tp": 2, "dp": 1})
+    assert UnitPlan.model_validate(whole | {"tp": 2, "dp": 1}).is_replicated
     llm = chosen.units["llm"].model_copy(update={"dispatch": "llm"})
-    with pytest.raises(ValueError, match="the same `ranks`, `shard`, `dispatch` and `exchange`"):
+    with pytest.raises(ValueError, match="the same `ranks`, `tp`, `shard`, `dispatch` and `exchange`"):
         Plan.model_validate(chosen.model_dump() | {"units": chosen.model_dump()["units"] | {"llm": llm.model_dump()}})
 
 

@@ -115,10 +115,11 @@ def _sharded(chunk_tokens: int) -> dict[str, Tensor]:
     num_layers = len(shape.unit("llm").layers)
     spec = StageSpec("llm", (0, num_layers), frozenset(range(1, num_layers - 1)))
     options = StageOptions(torch.float32, CPU, 1, "sdpa")
-    module = build_stage_without_weights(model, shape, spec, ParallelGroups.single(), options)
+    groups = ParallelGroups.single()
+    module = build_stage_without_weights(model, shape, spec, groups, options)
     specs, mesh = stage_param_specs(module, "llm", 1), init_device_mesh("cpu", (2,))
     shard_stage(module, mesh, CPU, torch.float32)
-    initialize_shards(module, specs, mesh, 1, torch.float32, None)
+    initialize_shards(module, specs, mesh, groups.tp, 1, torch.float32, None)
     with patch.object(block_segments, "MLP_CHUNK_TOKENS", chunk_tokens):
         module(None, text(*LENGTHS)).backward()
     return {name: param.grad.to_local() for name, param in module.named_parameters()}  # type: ignore[union-attr]

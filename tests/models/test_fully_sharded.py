@@ -53,14 +53,15 @@ def _build(dtype: torch.dtype, is_pretrained: bool) -> dict[str, float]:
     source = ReadNumbers() if is_pretrained else None
     options = StageOptions(dtype, CPU, 1, "sdpa", source)
     mesh = init_device_mesh("cpu", (NUM_RANKS,))
-    llm = build_stage_without_weights(MODEL, shape, StageSpec("llm", (0, num_layers)), ParallelGroups.single(), options)
+    groups = ParallelGroups.single()
+    llm = build_stage_without_weights(MODEL, shape, StageSpec("llm", (0, num_layers)), groups, options)
     specs = stage_param_specs(llm, "llm", 1)
     sizes = {index: sum(p.numel() for p in layer.parameters()) for index, layer in llm.layers.items()}
     with LiveTensors(on_host=True) as live:
         shard_stage(llm, mesh, CPU, dtype)
     drawn = _CountedDraws()
     with drawn:
-        initialize_shards(llm, specs, mesh, 1, dtype, source)
+        initialize_shards(llm, specs, mesh, groups.tp, 1, dtype, source)
     dist.barrier()
     return {
         "whole": sum(sizes.values()),

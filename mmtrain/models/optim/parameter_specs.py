@@ -39,6 +39,8 @@ class ParamSpec:
     full_shape: tuple[int, ...]  # of the full view
     dim: int | None  # dimension of the full view that tensor parallelism splits; None: every rank holds all of it
     starts_at_zero: bool = False  # of what would start at 1: weights of zero-centered norms
+    # Each rank of the TP group has the gradient of some tokens or heads alone; that of all is their sum.
+    is_gradient_partial: bool = False
 
     def local_shape(self, tp: int) -> tuple[int, ...]:
         """Return the shape of one rank's shard of the full view; elements in the order of the rank's parameter."""
@@ -64,7 +66,12 @@ class NamedShard:
 def stage_param_specs(stage: nn.Module, unit: str, tp: int) -> dict[str, ParamSpec]:
     """Describe every parameter of the stage; keys are the names in the module."""
     return {
-        name: ParamSpec(f"{unit}.{name}", *_full_view(param, tp), getattr(param, "zero_centered", False))
+        name: ParamSpec(
+            f"{unit}.{name}",
+            *_full_view(param, tp),
+            getattr(param, "zero_centered", False),
+            tp > 1 and getattr(param, "sequence_parallel", False),
+        )
         for name, param in stage.named_parameters()
     }
 

@@ -1,8 +1,9 @@
 """Shard the stages of a unit over its replicas with torch's FSDP2 (`fully_shard`), and update the shards with AdamW.
 
 Every layer is a group of parameters of its own: its weights are gathered before its forward and its backward, and its
-gradients are reduced after the latter. A rank holds rows of dimension 0 of every parameter. Weights may stay gathered
-from the first forward of a step to its last backward (ZeRO-2).
+gradients are reduced after the latter. A rank holds rows of dimension 0 of every parameter. With tensor parallelism
+these are rows of what its place in the TP group holds, and the ranks at that place share them. Weights may stay
+gathered from the first forward of a step to its last backward (ZeRO-2).
 """
 
 import warnings
@@ -35,7 +36,7 @@ _HEAD_ENTRIES = ("queries_and_loss", "logits", "greedy_tokens")
 
 
 def shard_mesh(groups: Sequence[dist.ProcessGroup], ranks: Sequence[Sequence[int]], device: torch.device) -> DeviceMesh:
-    """Return the mesh of a unit's replicas.
+    """Return the mesh of a unit's replicas, of the ranks at one place in their TP groups.
 
     Args:
         groups: of the ranks that hold equal shards, and of those that hold one copy together; the latter alone if
@@ -130,6 +131,7 @@ def initialize_shards(
     stage: StageModule,
     specs: Mapping[str, ParamSpec],
     mesh: DeviceMesh,
+    tp_group: dist.ProcessGroup,
     seed: int,
     compute_dtype: torch.dtype,
     pretrained: WeightSource | None = None,
@@ -138,13 +140,14 @@ def initialize_shards(
 
     A rank draws, or reads, only what its shards need. `specs` says what each parameter was before it was sharded.
     """
+    place = (tp_group.rank(), tp_group.size())
     with torch.no_grad():
         for name, param in stage.named_parameters():
             local, elements = _local(param).view(-1), flat_range(param, mesh)
-            if pretrained is not None and pretrained.fill_range(local, specs[name], 0, 1, elements[0]):
+            if pretrained is not None and pretrained.fill_range(local, specs[name], *place, elements[0]):
                 continue
             # Rounded as weights that are not sharded are, so that both start alike.
-            local.copy_(initial_values(specs[name], seed, num_blocks(stage), 0, 1, elements).to(compute_dtype))
+            local.copy_(initial_values(specs[name], seed, num_blocks(stage), *place, elements).to(compute_dtype))
 
 
 def _prefetch_neighbours(layers: Sequence[nn.Module]) -> None:
@@ -181,12 +184,14 @@ def release_weights(stage: StageModule) -> None:
             module.reshard()
 
 
-def weight_shards(params: Mapping[nn.Parameter, ParamSpec], mesh: DeviceMesh) -> Iterator[NamedShard]:
+def weight_shards(
+    params: Mapping[nn.Parameter, ParamSpec], mesh: DeviceMesh, tp_group: dist.ProcessGroup
+) -> Iterator[NamedShard]:
     """Yield this rank's shards of sharded parameters; `params` says what each was before."""
     for param, spec in params.items():
         local = _local(param)
         if local.numel():
-            yield NamedShard(spec.name, spec, 0, 1, flat_range(param, mesh), local)
+            yield NamedShard(spec.name, spec, tp_group.rank(), tp_group.size(), flat_range(param, mesh), local)
 
 
 def flat_range(param: nn.Parameter, mesh: DeviceMesh) -> tuple[int, int]:
@@ -202,12 +207,14 @@ class FullyShardedAdamW:
     """AdamW over this rank's shards of one unit, in fp32; implements `UnitOptimizer`.
 
     FSDP reduces gradients and gathers parameters inside the passes, so the methods that other placements use for that
-    do nothing.
+    do nothing. Gradients of which each rank of a TP group has a part are summed over the group before the step: sums
+    over replicas and over the group may be taken in any order, and here a shard is summed, once a step.
 
     Args:
         params: every sharded parameter of the unit, with what it was before.
         mesh: over which they are sharded. That of a parameter is no substitute: torch caches specs of tensors, and with
             them meshes whose groups are gone, over all groups that a process has had.
+        tp_group: ranks that split the parameters before these were sharded.
         device: where the parameters are.
         settings: AdamW's settings for all units.
         lr_scale: multiplies the learning rate of this unit.
@@ -219,6 +226,7 @@ class FullyShardedAdamW:
         self,
         params: Mapping[nn.Parameter, ParamSpec],
         mesh: DeviceMesh,
+        tp_group: dist.ProcessGroup,
         device: torch.device,
         settings: OptimizerSettings,
         lr_scale: float,
@@ -227,7 +235,7 @@ class FullyShardedAdamW:
     ) -> None:
         self._gathered = gathered
         self._specs, self._device, self._lr_scale = params, device, lr_scale
-        self._mesh = mesh
+        self._mesh, self._tp_group = mesh, tp_group
         # One copy of the unit is saved and counted in norms.
         self._is_first_copy = mesh.ndim == 1 or mesh.get_local_rank("replicate") == 0
         # Plain tensors that share the memory of the shards: torch's fused kernel takes no DTensor beside a scaler.
@@ -262,9 +270,27 @@ class FullyShardedAdamW:
         for param, master in self._masters.items():
             # Nothing at all reached a parameter without a gradient; its weights decay all the same.
             master.grad = torch.zeros_like(master) if param.grad is None else _local(param.grad)
-            if self._is_first_copy:
+        self._sum_partial_gradients()
+        for param, master in self._masters.items():
+            if self._is_counted_here(param):
+                assert master.grad is not None
                 total += sum_of_squares(master.grad)
         return total
+
+    def _sum_partial_gradients(self) -> None:
+        """Sum gradients over the TP group of which each of its ranks has a part; all of it hold the same shards."""
+        partial = [master.grad for param, master in self._masters.items() if self._specs[param].is_gradient_partial]
+        gradients = [gradient for gradient in partial if gradient is not None]
+        if not gradients:
+            return
+        total = torch.cat([gradient.flatten() for gradient in gradients])
+        dist.all_reduce(total, group=self._tp_group)
+        for gradient, summed in zip(gradients, torch.split(total, [g.numel() for g in gradients]), strict=True):
+            gradient.copy_(summed.view_as(gradient))
+
+    def _is_counted_here(self, param: nn.Parameter) -> bool:
+        """Return whether this rank saves its shard and counts it in norms; one rank does of those that hold it."""
+        return self._is_first_copy and (self._specs[param].dim is not None or self._tp_group.rank() == 0)
 
     def step(self, lr: float, clip: ClipFactors) -> None:
         """Divide the gradients by `clip.divisor` and update this rank's shards of the parameters, if at all."""
@@ -301,49 +327,53 @@ class FullyShardedAdamW:
 
     def gradients(self) -> Iterator[NamedShard]:
         """Yield this rank's shards of the reduced gradients, named like the parameters."""
-        for param, master in self._masters.items() if self._is_first_copy else ():
-            assert master.grad is not None
-            yield self._named(param, "", master.grad)
+        for param, master in self._masters.items():
+            if self._is_counted_here(param):
+                assert master.grad is not None
+                yield self._named(param, "", master.grad)
 
     def shards(self) -> Iterator[NamedShard]:
         """Yield master weights and both moments; each element is on exactly one rank."""
-        if self._is_first_copy:
-            yield from self._all_shards()
+        for param in self._specs:
+            if self._is_counted_here(param):
+                yield from self._shards_of(param)
 
     def load(self, read: Callable[[NamedShard], Tensor]) -> None:
         """Fill parameters and moments; `read` returns the saved elements of a shard as a flat tensor."""
         self._release_weights()
         with torch.no_grad():
-            for named in self._all_shards():
-                named.tensor.copy_(read(named).view_as(named.tensor))
+            for param in self._specs:
+                for named in self._shards_of(param):
+                    named.tensor.copy_(read(named).view_as(named.tensor))
 
     def start_masters(self, weights: WeightSource) -> None:
         """Start master weights from what `weights` has at a higher precision than that of the parameters."""
         self._release_weights()
         for param, master in self._masters.items():
             first, _ = flat_range(param, self._mesh)
-            weights.fill_master(master.detach().view(-1), self._specs[param], 0, 1, first, torch.bfloat16)
+            place = (self._tp_group.rank(), self._tp_group.size())
+            weights.fill_master(master.detach().view(-1), self._specs[param], *place, first, torch.bfloat16)
 
     def _release_weights(self) -> None:
         for stage in self._gathered:
             release_weights(stage)
 
-    def _all_shards(self) -> Iterator[NamedShard]:
-        """Yield this rank's shards of weights, frozen ones among them, and of moments."""
-        for param in self._specs:
-            local = _local(param)
-            if not local.numel():
-                continue
-            yield self._named(param, "", local)
-            if (master := self._masters.get(param)) is not None:
-                assert self._adam is not None
-                state = self._adam.state[master]
-                for moment in MOMENTS:
-                    yield self._named(param, f"#{moment}", state[moment])
+    def _shards_of(self, param: nn.Parameter) -> Iterator[NamedShard]:
+        """Yield this rank's shards of a parameter, frozen or not, and of its moments; none of one without rows here."""
+        local = _local(param)
+        if not local.numel():
+            return
+        yield self._named(param, "", local)
+        if (master := self._masters.get(param)) is not None:
+            assert self._adam is not None
+            state = self._adam.state[master]
+            for moment in MOMENTS:
+                yield self._named(param, f"#{moment}", state[moment])
 
     def _named(self, param: nn.Parameter, suffix: str, tensor: Tensor) -> NamedShard:
         spec = self._specs[param]
-        return NamedShard(spec.name + suffix, spec, 0, 1, flat_range(param, self._mesh), tensor)
+        flat = flat_range(param, self._mesh)
+        return NamedShard(spec.name + suffix, spec, self._tp_group.rank(), self._tp_group.size(), flat, tensor)
 
     def _start_moments(self, dtype: torch.dtype) -> None:
         """Create Adam's state now rather than in the first step, so that every checkpoint holds all of it."""

@@ -128,11 +128,11 @@ class UnitPlan(_Frozen):
     def _shards_divide_the_replicas(self) -> "UnitPlan":
         if not self.is_replicated:
             return self
-        if (self.tp, self.cp, self.pp, self.vpp, self.sp) != (1, 1, 1, 1, False):
+        if (self.cp, self.pp, self.vpp) != (1, 1, 1):
             raise ValueError(
-                f"shard is {self.shard} and dispatch {self.dispatch} with tp {self.tp}, cp {self.cp}, pp {self.pp}, "
-                f"vpp {self.vpp}: a unit that is sharded, or dispatches, has tp 1, cp 1, pp 1 and vpp 1, since every "
-                "rank runs all of it; leave `shard` and `dispatch` out, or make a new plan"
+                f"shard is {self.shard} and dispatch {self.dispatch} with cp {self.cp}, pp {self.pp}, vpp {self.vpp}: "
+                "a unit that is sharded, or dispatches, has cp 1, pp 1 and vpp 1, since every TP group runs all of it; "
+                "leave `shard` and `dispatch` out, or make a new plan"
             )
         if self.shard is not None and (self.shard < 1 or self.dp % self.shard):
             raise ValueError(f"shard is {self.shard}, which does not divide dp {self.dp}; use a divisor of it")
@@ -378,7 +378,7 @@ class Plan(_Frozen):
     @model_validator(mode="after")
     def _all_units_sharded_alike(self) -> "Plan":
         units = self.units.values()
-        shards = {(unit.shard, unit.keeps_weights, unit.dispatch, unit.exchange, unit.ranks) for unit in units}
+        shards = {(unit.tp, unit.shard, unit.keeps_weights, unit.dispatch, unit.exchange, unit.ranks) for unit in units}
         is_replicated = any(unit.is_replicated for unit in self.units.values())
         if is_replicated != (self.placement == "replicated"):
             raise ValueError(
@@ -386,7 +386,7 @@ class Plan(_Frozen):
                 "`replicated`, and of no other placement, have a `shard` or a `dispatch`"
             )
         if is_replicated and len(shards) > 1:
-            fields = "`ranks`, `shard`, `keeps_weights`, `dispatch` and `exchange`"
+            fields = "`ranks`, `tp`, `shard`, `keeps_weights`, `dispatch` and `exchange`"
             raise ValueError(f"in `replicated` all units have the same {fields}")
         is_encoder_first = self.schedule.kind == "encoder_first"
         if is_replicated and self.schedule.kind != "1f1b" and not is_encoder_first:

@@ -122,7 +122,7 @@ def dispatched(graph: StageGraph, rank: int, action: Dispatch) -> Flow:
     """Return what a dispatch takes from `rank` and brings it, as a flow between the rank's own microbatches."""
     edge = action.edge
     src, dst = (
-        Microbatch(stage.unit, graph.mesh(stage.unit).ranks.index(rank), index)
+        Microbatch(stage.unit, graph.mesh(stage.unit).ranks.index(rank) // graph.mesh(stage.unit).tp, index)
         for stage, index in ((edge.src, action.src), (edge.dst, action.dst))
     )
     return Flow(edge, src, dst, action.payload)

@@ -12,6 +12,7 @@ Every channel is probed before training, so that a broken connection is named at
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -165,20 +166,26 @@ def release_groups(groups: ProcessGroups) -> None:
 
 
 def _create_sharding(creator: "_GroupCreator", graph: StageGraph) -> dict[str, DeviceMesh]:
-    """Create the groups of sharded units; those on the same ranks have the same groups."""
-    meshes: dict[tuple[tuple[int, ...], int], DeviceMesh] = {}
+    """Create the groups of sharded units; those on the same ranks, divided alike into TP groups, have the same groups.
+
+    The ranks at one place in the TP groups of all replicas share what that place holds.
+    """
+    meshes: dict[tuple[tuple[int, ...], int, int], DeviceMesh] = {}
     sharding = {}
     for mesh in graph.meshes:
         if mesh.shard is None:
             continue
-        key = (mesh.ranks, mesh.shard)
+        key = (mesh.ranks, mesh.tp, mesh.shard)
         if key not in meshes:
-            copies = [list(mesh.ranks[first : first + mesh.shard]) for first in range(0, mesh.dp, mesh.shard)]
-            owners = [list(ranks) for ranks in zip(*copies, strict=True)]
-            of_owners = creator.create(owners, "the group of ranks with equal shards") if len(copies) > 1 else None
-            of_copy = creator.create(copies, "the group of ranks that hold one copy")
+            starts = range(0, mesh.num_replicas, mesh.shard)
+            places = [mesh.ranks[place :: mesh.tp] for place in range(mesh.tp)]
+            copies_at = [[list(ranks[first : first + mesh.shard]) for first in starts] for ranks in places]
+            owners = [list(ranks) for copies in copies_at for ranks in zip(*copies, strict=True)]
+            of_owners = creator.create(owners, "the group of ranks with equal shards") if len(starts) > 1 else None
+            of_copy = creator.create(chain.from_iterable(copies_at), "the group of ranks that hold one copy")
             assert of_copy is not None, "sharded units lie on all ranks"
             groups = [of_copy] if of_owners is None else [of_owners, of_copy]
+            copies = next(copies for copies, ranks in zip(copies_at, places, strict=True) if creator.rank in ranks)
             meshes[key] = shard_mesh(groups, copies, creator.device)
         sharding[mesh.unit] = meshes[key]
     return sharding
@@ -195,6 +202,11 @@ class _GroupCreator:
         self.later: list[dist.ProcessGroup] = []  # likewise, of those that are not to be connected
         # No other rank need take part in a group of one; all groups of this rank alone are this one.
         self._alone = dist.new_group([world.rank], backend=self._backend, use_local_synchronization=True)
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self._world.rank
 
     @property
     def device(self) -> torch.device:

@@ -293,7 +293,7 @@ def _shard_unit(
     for stage_id, stage in stages.items():
         specs = param_specs[stage_id] = parameter_specs.stage_param_specs(stage, mesh.unit, groups.tp_size)
         shard_stage(stage, sharding, options.device, options.dtype, mesh.keeps_weights)
-        initialize_shards(stage, specs, sharding, options.seed, options.dtype, options.pretrained)
+        initialize_shards(stage, specs, sharding, groups.tp, options.seed, options.dtype, options.pretrained)
     counts = mesh.num_microbatches, mesh.keeps_weights
     return ShardedUnitRunner(mesh.unit, stages, groups, *counts, sharding, param_specs)
 
@@ -340,10 +340,10 @@ def build_unit_optimizer(recipe: Recipe, unit: UnitRunner, world: World) -> Zero
 def _build_sharded_optimizer(recipe: Recipe, unit: ShardedUnitRunner, world: World) -> FullyShardedAdamW:
     """Build the optimizer of a unit whose stages are sharded."""
     lr_scale, weight_decay = _unit_rates(recipe, unit.name)
-    params = unit.parameter_specs()
+    params, tp_group = unit.parameter_specs(), unit.groups.tp
     gathered = list(unit.stages.values()) if unit.keeps_weights else []
     settings = recipe.train.optimizer
-    return FullyShardedAdamW(params, unit.mesh, world.device, settings, lr_scale, weight_decay, gathered)
+    return FullyShardedAdamW(params, unit.mesh, tp_group, world.device, settings, lr_scale, weight_decay, gathered)
 
 
 def _unit_rates(recipe: Recipe, unit: str) -> tuple[float, float]:
