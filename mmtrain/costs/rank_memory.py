@@ -178,8 +178,10 @@ def rank_memory(
     activations = float(sum(stage.in_flight * microbatch_activation_bytes(stage, costs, precision) for stage in held))
     computed = [stage for stage in held if stage.is_computed]
     buffers = max((stage_working_bytes(stage, costs, precision) for stage in computed), default=0)
-    gathered = ((layer, stage.keeps_weights) for stage in computed for layer in stage.gathered)
-    buffers += max((gathered_bytes(layer, precision, kept) for layer, kept in gathered), default=0)
+    gathered = (
+        gathered_bytes(layer, precision, stage.tp, stage.keeps_weights) for stage in computed for layer in stage.gathered
+    )
+    buffers += max(gathered, default=0)
     buffers += sum(stage.held_features * feature_bytes(stage, precision) for stage in held)
     buffers += max((stage.gathered_elements for stage in held), default=0) * ELEMENT_BYTES[precision]
     buffers += sum(stage.under_way_bytes for stage in held)
@@ -206,14 +208,14 @@ def _held_state(stage: HeldLayers, state: tuple[float, float, float]) -> tuple[f
     return (state[0] / shard + state[0] * stage.keeps_weights, state[1] / shard * stage.has_gradients, state[2] / shard)
 
 
-def gathered_bytes(layer: LayerShape, precision: Precision, kept: bool = False) -> int:
+def gathered_bytes(layer: LayerShape, precision: Precision, tp: int = 1, kept: bool = False) -> int:
     """Return the bytes of whole weights while a sharded layer computes and another one's arrive, with its gradients.
 
     kept: whether whole weights are counted elsewhere, so that those that arrive alone need a buffer.
     """
     num_gathered = 1 if kept else NUM_GATHERED_LAYERS
     num_bytes = num_gathered * ELEMENT_BYTES[precision] + BYTES_PER_GRADIENT
-    return analytic.num_parameters(layer) * num_bytes
+    return analytic.num_parameters(layer, tp) * num_bytes
 
 
 def matrix_state(layer: LayerShape, tp: int, dp: int, size: StateBytes) -> tuple[float, float, float]:

@@ -27,17 +27,22 @@ _REDUCE_KERNELS = 9
 
 @dataclass(frozen=True)
 class ShardedLayers:
-    """Prices the collectives of layers of which `shard` ranks hold one copy together."""
+    """Prices the collectives of layers of which `shard` replicas hold one copy together.
+
+    With tensor parallelism a replica is a TP group. The ranks at one place in the groups gather and reduce what that
+    place holds, all places at once.
+    """
 
     costs: CostModel
-    num_ranks: int
+    num_replicas: int
     shard: int
     element_bytes: int  # of a parameter that is gathered
     ranks_per_node: int
+    tp: int = 1
 
     def gather_seconds(self, layer: LayerShape) -> float:
         """Return the seconds in which a layer's weights are gathered inside a copy."""
-        nbytes = num_parameters(layer) * self.element_bytes
+        nbytes = num_parameters(layer, self.tp) * self.element_bytes
         return self.costs.collective("all_gather", nbytes, self._copy)
 
     def reduce_seconds(self, layer: LayerShape, is_last: bool) -> float:
@@ -47,16 +52,17 @@ class ShardedLayers:
         """
         if not layer.trainable:
             return 0.0
-        nbytes = num_trained_parameters(layer) * BYTES_PER_GRADIENT
+        nbytes = num_trained_parameters(layer, self.tp) * BYTES_PER_GRADIENT
         seconds = self.costs.collective("reduce_scatter", nbytes, self._copy)
         if is_last:
-            owners = GroupLayout.strided(self.num_ranks // self.shard, self.shard, self.ranks_per_node)
+            num_copies = self.num_replicas // self.shard
+            owners = GroupLayout.strided(num_copies, self.shard * self.tp, self.ranks_per_node)
             seconds += self.costs.collective("all_reduce", nbytes // self.shard, owners)
         return seconds
 
     def gather_copies_seconds(self, layer: LayerShape) -> float:
         """Return the seconds in which a rank copies gathered weights, into the buffer that travels and out of it."""
-        count, element_bytes = num_parameters(layer), self.element_bytes
+        count, element_bytes = num_parameters(layer, self.tp), self.element_bytes
         nbytes = 2.0 * element_bytes * count
         if element_bytes != _BYTES_PER_MASTER:
             nbytes += (_BYTES_PER_MASTER + element_bytes) * count / self.shard
@@ -71,7 +77,7 @@ class ShardedLayers:
         """
         if not layer.trainable:
             return 0.0
-        count = num_trained_parameters(layer)
+        count = num_trained_parameters(layer, self.tp)
         nbytes = float(self.element_bytes + BYTES_PER_GRADIENT) * count
         if self.shard == 1:  # FSDP2 divides by 1 and copies once more where nothing travels
             nbytes += 4 * BYTES_PER_GRADIENT * count
@@ -81,7 +87,7 @@ class ShardedLayers:
 
     @property
     def _copy(self) -> GroupLayout:
-        return GroupLayout.strided(self.shard, 1, self.ranks_per_node)
+        return GroupLayout.strided(self.shard, self.tp, self.ranks_per_node)
 
 
 def overlapped_seconds(

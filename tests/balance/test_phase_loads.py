@@ -78,6 +78,8 @@ def test_volumes_between_nodes_are_those_of_items_away_from_home(
         total += sum(sent)
         fullest += max(*sent, *received)
     assert (volume.total, volume.fullest) == (total, fullest)
+    in_groups = off_node_volumes(batch, 2 * ranks_per_node, dict.fromkeys(batch.items, 10), tp=2)["vision"]
+    assert (in_groups.total, in_groups.fullest) == (2 * total, fullest)  # each rank of a TP group moves all rows
     assert ranks_per_node < 4 or total == 0
     doubled = OffNodeVolume(2.0 * total, 2.0 * fullest)
     assert mean_off_node_volumes([{"vision": volume}, {"vision": doubled}])["vision"].total == 1.5 * total

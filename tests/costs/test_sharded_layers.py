@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from mmtrain.costs import AnalyticCosts, CostTable, MeasuredCosts, preset
+from mmtrain.costs.collectives import GroupLayout
 from mmtrain.costs.core_ratios import modelled_core_speed
 from mmtrain.costs.cost_model import CostModel
 from mmtrain.costs.cost_table import CoreSpeed
@@ -20,7 +21,7 @@ BLOCK = shape_of(settings()).unit("llm").layers[1]
 
 
 def sharded(shard: int, element_bytes: int, costs: CostModel = COSTS) -> ShardedLayers:
-    return ShardedLayers(costs, num_ranks=4, shard=shard, element_bytes=element_bytes, ranks_per_node=4)
+    return ShardedLayers(costs, num_replicas=4, shard=shard, element_bytes=element_bytes, ranks_per_node=4)
 
 
 # Bytes per parameter that pass through memory. fp32, whole on each rank: a copy of the weights (4 + 4); gradients into
@@ -43,6 +44,21 @@ def test_copies_move_the_bytes_that_fsdp_moves(
     assert moved(layers.reduce_copies_seconds(BLOCK, is_first=False)) == pytest.approx(reduced_later)
     frozen = replace(BLOCK, trainable=False)
     assert layers.reduce_copies_seconds(frozen, is_first=False) == 0
+
+
+@pytest.mark.parametrize(("shard", "tp"), [(4, 2), (2, 4), (8, 1)])
+def test_ranks_at_one_place_of_the_tp_groups_gather_and_reduce_its_part(shard: int, tp: int) -> None:
+    """On nodes of four: the ranks of a copy lie `tp` apart, so that it may reach over more nodes."""
+    costs = AnalyticCosts(preset("h100-80g"), "bf16")
+    layers = ShardedLayers(costs, num_replicas=2 * shard, shard=shard, element_bytes=2, ranks_per_node=4, tp=tp)
+    copy = GroupLayout.of_ranks(range(0, shard * tp, tp), 4)
+    owners = GroupLayout.of_ranks((0, shard * tp), 4)
+    count = num_parameters(BLOCK, tp)
+    assert layers.gather_seconds(BLOCK) == costs.collective("all_gather", 2 * count, copy)
+    inside = costs.collective("reduce_scatter", 4 * count, copy)
+    between = costs.collective("all_reduce", 4 * count // shard, owners)
+    assert layers.reduce_seconds(BLOCK, is_last=False) == inside
+    assert layers.reduce_seconds(BLOCK, is_last=True) == inside + between
 
 
 def test_kernels_of_copies_take_their_start() -> None:

@@ -447,6 +447,46 @@ def test_a_killed_run_is_resumed_on_the_same_shards_and_on_others(
     assert losses == pytest.approx(expected, rel=1e-5)
 
 
+PARTS = ("parallel.placement=replicated", "parallel.shard=all", "parallel.dispatch=all", "train.global_batch=8")
+PAIRS = (*PARTS, "parallel.llm.tp=2", "cluster.ranks=4")
+
+
+@pytest.fixture(scope="module")
+def unbroken_pairs(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a run of two TP groups that share the shards of each place."""
+    run_dir = tmp_path_factory.mktemp("runs") / "unbroken"
+    request = request_for(data, run_dir, *PAIRS, "parallel.llm.sp=true", "parallel.vision.sp=true")
+    assert run_all(*[request] * 4) == [""] * 4
+    return run_dir
+
+
+@pytest.mark.slow  # 30 s each
+@pytest.mark.parametrize(
+    ("after", "num_ranks"),
+    [
+        ((*PAIRS, "parallel.llm.sp=true", "parallel.vision.sp=true"), 4),
+        ((*PARTS, "parallel.llm.tp=1", "cluster.ranks=4"), 4),
+        ((*PARTS, "parallel.llm.tp=2", "cluster.ranks=2"), 2),
+    ],
+    ids=["same", "without tensor parallelism", "on one TP group"],
+)
+def test_a_killed_run_of_parts_of_units_is_resumed(
+    after: tuple[str, ...], num_ranks: int, data: Path, unbroken_pairs: Path, tmp_path: Path
+) -> None:
+    """Bit for bit on the same ranks; sums are rounded otherwise where TP groups or their number are others."""
+    chosen = load_plan(unbroken_pairs / PLAN_FILE)
+    assert [(unit.tp, unit.sp, unit.shard) for unit in chosen.units.values()] == [(2, True, 2)] * 2
+    killed = request_for(data, tmp_path, *PAIRS, "parallel.llm.sp=true", "parallel.vision.sp=true")
+    with pytest.raises(RanksFailed, match="rank 3: died without a word"):
+        run_all(*[killed] * 4, faults=FailAt(3, 3, "kill", action=Backward))
+    resumed = request_for(data, tmp_path, *after, "train.validate_every=3", resume=True)
+    assert run_all(*[resumed] * num_ranks) == [""] * num_ranks
+    losses, expected = ([step["loss"] for step in read_metrics(run)] for run in (tmp_path, unbroken_pairs))
+    assert losses == pytest.approx(expected, rel=1e-5)
+    if num_ranks == 4 and "parallel.llm.tp=2" in after:
+        assert_same_end(tmp_path, unbroken_pairs)
+
+
 @pytest.mark.slow  # 20 s, shared with other tests
 def test_a_run_logs_and_reports_its_dispatches(unbroken_replicated: Path) -> None:
     steps = read_metrics(unbroken_replicated)

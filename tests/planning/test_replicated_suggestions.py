@@ -18,6 +18,7 @@ WIDE_VISION = {**factory.VISION, "hidden": 256, "ffn": 1024, "heads": 8}
 
 def planned(memory_gib: float | None = None, num_ranks: int = NUM_RANKS, **changes: Any) -> Plan:
     parallel = {"placement": "replicated", "dispatch": "all", **changes.get("parallel", {})}
+    parallel["llm"] = {"tp": 1, **parallel.get("llm", {})}  # larger TP groups would make room, too
     settings = factory.recipe(
         vision=changes.get("vision", factory.VISION),
         parallel=parallel,

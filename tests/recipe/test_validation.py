@@ -199,7 +199,10 @@ def test_missing_settings_say_what_they_are(write: Write) -> None:
             "parallel.vision.tp: 2 does not divide parallel.llm.tp 1",
         ),
         (["parallel.placement=colocated", "parallel.vision.vpp=2"], "parallel.vision.vpp: found 2, allowed: 1"),
-        (["parallel.placement=replicated", "parallel.llm.tp=2"], "parallel.llm.tp: found 2, allowed: 1"),
+        (
+            ["parallel.placement=replicated", "parallel.llm.tp=2", "parallel.vision.tp=1"],
+            "parallel.vision.tp: 1 differs from parallel.llm.tp 2; in `replicated` all units have one tp",
+        ),
         (["parallel.placement=replicated", "parallel.llm.cp=2"], "parallel.llm.cp: found 2, allowed in"),
         (["parallel.placement=colocated", "parallel.llm.cp=2"], "parallel.llm.cp: found 2, allowed in"),
         (["parallel.llm={cp: 1, cp_method: ring}"], "parallel.llm.cp_method: found ring with parallel.llm.cp 1"),
@@ -263,11 +266,14 @@ def test_missing_settings_say_what_they_are(write: Write) -> None:
             [DIT, "data.sources=[{path: a.csv}]", "parallel.generator.layers_per_chunk=[1, 1]"],
             "parallel.generator.layers_per_chunk: found for the generator, allowed for encoders and the LLM",
         ),
-        (["parallel.placement=replicated", "parallel.vision.tp=4"], "parallel.vision.tp: found 4, allowed: 1"),
         (["parallel.placement=replicated", "parallel.llm.pp=2"], "parallel.llm.pp: found 2, allowed: 1"),
         (
             ["parallel.placement=replicated", "parallel.shard=3", "cluster.ranks=4"],
             "parallel.shard: 3 does not divide cluster.ranks 4",
+        ),
+        (
+            ["parallel={placement: replicated, shard: 4, llm: {tp: 2}}", "cluster.ranks=4"],
+            "parallel.shard: 4 does not divide cluster.ranks 4 by tp 2",
         ),
         (["parallel.shard=2"], "parallel.shard: found 2 with placement auto"),
         (["parallel.zero=1"], "parallel.zero: found 1 with placement auto"),

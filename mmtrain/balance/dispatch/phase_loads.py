@@ -75,15 +75,17 @@ class OffNodeVolume:
     fullest: float  # of the ranks that send or receive most, summed over the mini-batches
 
 
-def off_node_volumes(batch: BatchMeta, ranks_per_node: int, row_bytes: Mapping[str, int]) -> dict[str, OffNodeVolume]:
+def off_node_volumes(
+    batch: BatchMeta, ranks_per_node: int, row_bytes: Mapping[str, int], tp: int = 1
+) -> dict[str, OffNodeVolume]:
     """Return by unit what an all-to-all moves between nodes (OrchMLLM, arXiv 2503.23830, figure 13).
 
-    Replicas are ranks, `ranks_per_node` of them on a node. row_bytes: of a feature, by unit.
+    Replicas are TP groups of `tp` ranks, each of which moves all rows. row_bytes: of a feature, by unit.
     """
-    volumes = {}
+    volumes, replicas_per_node = {}, ranks_per_node // tp
     for unit, items in batch.items.items():
         home = batch.replica[items.sample]
-        leaves = home // ranks_per_node != items.replica // ranks_per_node
+        leaves = home // replicas_per_node != items.replica // replicas_per_node
         num_bytes = items.features[leaves] * row_bytes[unit]
         num_ranks = 1 + max(int(home.max(initial=0)), int(items.replica.max(initial=0)))
         num_mini_batches = 1 + int(items.index.max(initial=0))
@@ -92,7 +94,7 @@ def off_node_volumes(batch: BatchMeta, ranks_per_node: int, row_bytes: Mapping[s
             slot = (items.index * num_ranks + rank)[leaves]
             moved.append(np.bincount(slot, num_bytes, num_mini_batches * num_ranks).reshape(-1, num_ranks))
         fullest = np.maximum(*moved).max(axis=1).sum()
-        volumes[unit] = OffNodeVolume(float(num_bytes.sum()), float(fullest))
+        volumes[unit] = OffNodeVolume(tp * float(num_bytes.sum()), float(fullest))
     return volumes
 
 

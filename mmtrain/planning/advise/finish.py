@@ -294,7 +294,9 @@ def _off_node_volumes(graph: StageGraph, evaluator: Evaluator) -> dict[str, OffN
         unit: width * ELEMENT_BYTES[layer_costs.precision] for unit, width in layer_costs.shape.feature_widths.items()
     }
     batches = layer_costs.loads.lay_out(batch_split_of(graph))
-    return mean_off_node_volumes([off_node_volumes(batch, machine.ranks_per_node, row_bytes) for batch in batches])
+    return mean_off_node_volumes(
+        [off_node_volumes(batch, machine.ranks_per_node, row_bytes, mesh.tp) for batch in batches]
+    )
 
 
 def _shared_sequences(candidate: Candidate, layer_costs: LayerCosts) -> SharedSequences | None:

@@ -7,11 +7,13 @@ from itertools import islice
 from mmtrain.balance import Grouping
 from mmtrain.costs import StateBytes, state_bytes
 from mmtrain.models.shapes.model_shape import unit_offload, with_offload
+from mmtrain.planning.artifact.layout import MeshSize
 from mmtrain.planning.artifact.plan import Placement
 from mmtrain.planning.evaluate.evaluator import Evaluator
 from mmtrain.planning.evaluate.memory_fit import fit_memory
 from mmtrain.planning.layer_costs.layer_costs import LayerCosts, SpSizes
 from mmtrain.planning.layer_costs.layer_partition import anchored_partition, layout_graph, partitioned_layout
+from mmtrain.planning.search.mesh_enumeration import replicated_meshes
 from mmtrain.planning.search.replicated import enumerate_replicated, fit_replicated, shard_sizes
 from mmtrain.planning.search.strategies import possible_assignments
 from mmtrain.planning.search.variants import OFFLOAD_MODES
@@ -258,9 +260,13 @@ def suggest_replicated_settings(evaluator: Evaluator) -> Iterator[str]:
     parallel = problem.recipe.parallel
     values: dict[str, list[object]] = {}
     if isinstance(parallel.shard, int):
-        num_ranks = max(problem.cluster.rank_counts)
-        sizes = shard_sizes(num_ranks, problem.hardware.ranks_per_node)
-        values["shard"] = [size for size in sizes if size > parallel.shard]
+        per_node = problem.hardware.ranks_per_node
+        sizes = {
+            size
+            for mesh in _llm_meshes(problem)
+            for size in shard_sizes(mesh.num_replicas, max(per_node // mesh.tp, 1))
+        }
+        values["shard"] = [size for size in sorted(sizes) if size > parallel.shard]
     if parallel.zero < 3:
         values["zero"] = [zero for zero in (2, 3) if zero > parallel.zero]
     if parallel.exchange == "all_gather":
@@ -279,7 +285,7 @@ def _suggest_mini_batches(evaluator: Evaluator) -> Iterator[str]:
     """Suggest more, and so smaller, mini-batches of encoders whose number the recipe fixes."""
     problem = evaluator.problem
     fixed = problem.constraints.encoder_microbatches
-    num_llm = problem.recipe.train.num_groups // max(problem.cluster.rank_counts)
+    num_llm = problem.recipe.train.num_groups // max((mesh.dp for mesh in _llm_meshes(problem)), default=1)
     for unit, number in fixed.items():
         for more in range(number + 1, num_llm + 1):
             if num_llm % more:
@@ -288,6 +294,11 @@ def _suggest_mini_batches(evaluator: Evaluator) -> Iterator[str]:
             if replicated_fits(evaluator_of_changed(replace(problem, constraints=constraints), evaluator)):
                 yield f"parallel.{dotted_unit(unit)}.num_microbatches: {more} (the recipe fixes {number})"
                 break
+
+
+def _llm_meshes(problem: PlanningProblem) -> list[MeshSize]:
+    """Return the LLM's meshes in `replicated` on the largest number of ranks."""
+    return [meshes[LLM] for meshes in replicated_meshes(problem.choices, max(problem.cluster.rank_counts))]
 
 
 def _with_parallel(problem: PlanningProblem, **settings: object) -> PlanningProblem:

@@ -338,8 +338,10 @@ def count_communicators(graph: StageGraph) -> tuple[Counter[int], Counter[int]]:
             for tp_group in graph.stage(stage_id).tp_groups[:per_group]:
                 num_collectives.update(tp_group)
     first_group = set(num_collectives)
-    for ranks, shard in {(mesh.ranks, mesh.shard) for mesh in graph.meshes if mesh.shard is not None}:
-        num_collectives.update(dict.fromkeys(first_group.intersection(ranks), (shard > 1) + (shard < len(ranks))))
+    sharded = {(mesh.ranks, mesh.tp, mesh.shard) for mesh in graph.meshes if mesh.shard is not None}
+    for ranks, tp, shard in sharded:
+        num_of_rank = (shard > 1) + (shard < len(ranks) // tp)
+        num_collectives.update(dict.fromkeys(first_group.intersection(ranks), num_of_rank))
     if graph.world_size > 1:
         num_collectives.update(first_group)
     return num_channels, num_collectives

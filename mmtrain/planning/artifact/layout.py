@@ -68,8 +68,9 @@ class Layout:
         counts = self.num_microbatches
         llm = self.units[LLM]
         if llm.is_replicated:
+            size = MeshSize(llm.tp, 1, llm.dp, cp=llm.cp)
             sharded = sharding_text(llm.shard, llm.keeps_weights)
-            return replicated_summary(llm.dp, sharded, counts, llm.dispatch, llm.exchange, self.encoder_first)
+            return replicated_summary(size, sharded, counts, llm.dispatch, llm.exchange, self.encoder_first)
         counts_differ = len(set(counts.values())) > 1
         meshes = []
         for name, unit in self.units.items():
@@ -88,16 +89,20 @@ class Layout:
 
 
 def replicated_summary(
-    num_ranks: int,
+    llm: MeshSize,
     sharded: str,
     num_microbatches: Mapping[str, int],
     dispatch: DispatchMode | None,
     exchange: Exchange,
     encoder_first: bool = False,
 ) -> str:
-    """Return one line on a layout in which every rank runs every unit; sharded: as `sharding_text` says it."""
+    """Return one line on a layout in which every rank, or every TP group, runs every unit.
+
+    llm: the LLM's mesh; sharded: as `sharding_text` says it.
+    """
     count = num_microbatches[LLM]
-    text = f"replicated: {num_ranks} ranks, {sharded}, {count} mini-batch{'' if count == 1 else 'es'}"
+    inside = "".join(f", {name} {size}" for name, size in (("tp", llm.tp), ("cp", llm.cp)) if size > 1)
+    text = f"replicated: {llm.ranks} ranks{inside}, {sharded}, {count} mini-batch{'' if count == 1 else 'es'}"
     if dispatch is not None:
         text += f", dispatch {dispatch}"
     if exchange != "all_to_all":
@@ -112,26 +117,26 @@ def replicated_summary(
 
 def replicated_units(
     shape: ModelShape,
-    num_ranks: int,
+    llm: MeshSize,
     shard: int | None,
     dispatch: DispatchMode | None,
     exchange: Exchange,
     recompute: Mapping[str, Collection[int]] = NO_LAYERS,
     keeps_weights: bool = False,
 ) -> dict[str, UnitPlan]:
-    """Give every rank all layers of all units, each `shard` ranks one copy of their weights, or every rank (None).
+    """Give every TP group all layers of all units, each `shard` groups one copy of their weights, or each one (None).
 
     Args:
         shape: the model.
-        num_ranks: data-parallel degree of every unit.
-        shard: a divisor of it; None: the optimizer alone is sharded (ZeRO-1).
+        llm: the LLM's mesh, of one pipeline rank; other units have its tensor-parallel size.
+        shard: a divisor of its replicas; None: the optimizer alone is sharded (ZeRO-1).
         dispatch: what is balanced over the ranks.
         exchange: by which collective rows are dispatched.
         recompute: recomputed layers by unit.
         keeps_weights: whether they stay gathered through a step (ZeRO-2).
     """
     num_layers = sum(len(unit.layers) for unit in shape.units)
-    units = unified_units(shape, MeshSize(1, 1, num_ranks), (0, num_layers), recompute)
+    units = unified_units(shape, llm, (0, num_layers), recompute)
     sharding = {"shard": shard, "keeps_weights": keeps_weights, "dispatch": dispatch, "exchange": exchange}
     return {name: unit.model_copy(update=sharding) for name, unit in units.items()}
 

@@ -325,12 +325,20 @@ class SampledBatchTiming(PrecomputedTiming):
             return self.model.tp_wait(action)
         forward, backward = self.waiting_shares.get(action.stage, (0.0, 0.0))
         share = forward if isinstance(action, Forward) else backward
-        return share * self.compute(action) if share else 0.0
+        if not share:
+            return 0.0
+        if not self.model.graph.is_sharded:
+            return share * self.compute(action)
+        # A pass of all replicas also waits for weights and gradients: of it, the share of the longest replica's layers.
+        seconds = self.seconds[action.stage]
+        of_replicas = seconds.forward if isinstance(action, Forward) else seconds.backward
+        return share * float(of_replicas[self.batch, :, action.mb.index].max())
 
     def _slowest_replica(self, mb: Microbatch, kind: Direction, held: StageLayer) -> float:
         """Return what a layer of a sharded unit takes on the replica that computes it longest."""
         layer_costs = self.layer_costs
-        times = layer_costs.unit_times(mb.unit, 1, batch_split_of(self.model.graph))
+        graph = self.model.graph
+        times = layer_costs.unit_times(mb.unit, graph.mesh(mb.unit).tp, batch_split_of(graph))
         layers = zip(layer_costs.shape.unit(mb.unit).layers, layer_costs.input_grad[mb.unit], strict=True)
         number = next(i for i, layer in enumerate(layers) if layer == (held.layer, held.input_grad))
         of_replicas = times.by_kind[times.kind[number], :, self.batch, :, mb.index]  # (3, dp)

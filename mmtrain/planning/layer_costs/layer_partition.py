@@ -260,10 +260,9 @@ def partitioned_layout(
         tp = {unit: mesh.tp for unit, mesh in assignment.meshes.items()}
         units = unified_units(layer_costs.shape, assignment.meshes[LLM], partition[0], recomputed, tp)
     elif assignment.placement == "replicated":
-        num_ranks = assignment.meshes[LLM].dp
-        dispatch, exchange = assignment.dispatch, assignment.exchange
+        llm, dispatch, exchange = assignment.meshes[LLM], assignment.dispatch, assignment.exchange
         shard, keeps_weights = assignment.shard, assignment.keeps_weights
-        units = replicated_units(layer_costs.shape, num_ranks, shard, dispatch, exchange, recomputed, keeps_weights)
+        units = replicated_units(layer_costs.shape, llm, shard, dispatch, exchange, recomputed, keeps_weights)
     else:
         partition_of_unit = dict(zip(assignment.meshes, partition, strict=True))
         units = disaggregated_units(assignment.meshes, partition_of_unit, recomputed)

@@ -160,7 +160,7 @@ class SampledLoads:
 
 def _lay_out(batches: SampledBatches, split: BatchSplit) -> list[BatchMeta]:
     dp = {entry.unit: entry.dp for entry in split}
-    return batches.lay_out(dp, num_microbatches_of(split), split[0].dispatch)
+    return batches.lay_out(dp, num_microbatches_of(split), split[0].dispatch, split[0].ranks_per_replica)
 
 
 def _num_bytes(batches: Sequence[BatchMeta]) -> int:

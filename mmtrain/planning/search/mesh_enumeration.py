@@ -51,12 +51,21 @@ class UnitMeshes(NamedTuple):
 
 
 def has_replicated_mesh(choices: Choices, num_ranks: int) -> bool:
-    """Return whether every unit may run whole on each of the ranks, with as many microbatches as the others."""
-    mesh = MeshSize(1, 1, num_ranks)
-    return all(
-        mesh in unit.meshes(num_ranks) and unit.allows_chunks(1, 1) and unit.global_batch % num_ranks == 0
-        for unit in choices.values()
-    )
+    """Return whether every unit may run whole on each of the ranks, or on each TP group of them."""
+    return any(True for _ in replicated_meshes(choices, num_ranks))
+
+
+def replicated_meshes(choices: Choices, num_ranks: int) -> Iterator[dict[str, MeshSize]]:
+    """List the meshes of `replicated` on exactly `num_ranks` ranks, those with smaller TP groups first.
+
+    All units have one tensor-parallel size, and each is whole on every TP group.
+    """
+    if not all(1 in unit.pp and unit.allows_chunks(1, 1) for unit in choices.values()):
+        return
+    for meshes in shared_meshes(choices):
+        llm = meshes[LLM]
+        if llm.cp == 1 and llm.ranks == num_ranks and all(mesh.tp == llm.tp for mesh in meshes.values()):
+            yield meshes
 
 
 def has_pipelined_meshes(

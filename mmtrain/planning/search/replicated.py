@@ -7,20 +7,25 @@ With `parallel.zero: 2` the weights are gathered once a step and stay whole, so 
 state alone, and gathers are few. With `parallel.zero: 1` every rank holds whole weights, as replicas in `unified` do,
 and runs its passes by itself.
 
+With tensor parallelism inside (as torchtitan's 2D parallelism, arXiv 2410.06511) a TP group takes the place of a rank:
+it runs every unit, and the ranks at one place of all groups share what that place holds. Larger groups are only tried
+where their compute alone may be faster than the best so far.
+
 Encoders that run before the LLM (`encoder_first`) may have fewer mini-batches than it. Each mini-batch gathers all
 weights and waits for the slowest rank once. So we take the fewest that fit, unless more of them avoid recomputation.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 
 from mmtrain.errors import PlanError
 from mmtrain.planning.artifact.graph_memory import schedule_in_flight
 from mmtrain.planning.artifact.layout import MeshSize
+from mmtrain.planning.artifact.plan import AS_FAST_RATIO
 from mmtrain.planning.evaluate.evaluator import Evaluator
 from mmtrain.planning.layer_costs.layer_partition import layout_graph, partitioned_layout
-from mmtrain.planning.search.mesh_enumeration import has_replicated_mesh
+from mmtrain.planning.search.mesh_enumeration import has_split_tp_group, replicated_meshes
 from mmtrain.planning.space.candidate import Candidate, DecidedSearch, MeshAssignment, Rejected, SearchResults
 from mmtrain.planning.space.problem import PlanningProblem, Progress
 from mmtrain.planning.space.sample_batches import num_microbatches_of
@@ -48,16 +53,18 @@ class ReplicatedStrategy:
         rejected: list[Rejected] = []
         alternatives = enumerate_replicated(problem, evaluator)
         if not alternatives and problem.recipe.parallel.placement == "replicated":
-            counts = " or ".join(map(str, problem.cluster.rank_counts))
-            shard = problem.recipe.parallel.shard
-            raise PlanError(f"parallel.shard {shard} does not divide {counts} ranks; use a divisor of them, or `all`")
+            raise PlanError(_shards_that_do_not_divide(problem))
+        fastest_s = math.inf
         for num_done, candidates in enumerate(alternatives, start=1):
             for candidate in candidates:
+                if _is_slower(candidate.assignment, fastest_s, evaluator):
+                    break
                 fit = fit_replicated(candidate, evaluator)
                 if isinstance(fit, Rejected):
                     rejected.append(fit)
                     continue
                 simulated.append(evaluator.simulate(fit))
+                fastest_s = min(fastest_s, simulated[-1].step_time_s)
                 if not _recomputes_encoders(fit):
                     break
             if progress is not None:
@@ -67,46 +74,68 @@ class ReplicatedStrategy:
 
 
 def enumerate_replicated(problem: PlanningProblem, evaluator: Evaluator) -> list[list[Candidate]]:
-    """Return candidates for every number of ranks, size of shards, way to dispatch and schedule that the recipe allows.
+    """Return candidates for every mesh, size of shards, way to dispatch and schedule that the recipe allows.
 
     Those in one list differ in the number of the encoders' mini-batches alone, which ascends.
     """
-    parallel = problem.recipe.parallel
-    candidates = []
-    for num_ranks in problem.cluster.rank_counts:
-        if not has_replicated_mesh(problem.choices, num_ranks):
-            continue
-        sizes: Sequence[int | None] = shard_sizes(num_ranks, problem.hardware.ranks_per_node)
-        if parallel.zero == 1:
-            sizes = [None]
-        elif parallel.shard != "auto":
-            fixed = num_ranks if parallel.shard == "all" else parallel.shard
-            sizes = [fixed] if num_ranks % fixed == 0 else []
-        meshes = {unit.name: MeshSize(1, 1, num_ranks) for unit in problem.shape.units}
-        numbers = num_microbatches_of(evaluator.layer_costs.batch_split(dict.fromkeys(meshes, num_ranks)))
-        schedules = _schedules(problem, numbers)
-        for shard, dispatch, (encoder_first, numbers_to_try) in product(
-            sizes, _dispatch_modes(problem, num_ranks), schedules
-        ):
-            exchange = parallel.exchange if dispatch == "all" else "all_to_all"
-            candidates.append(
-                [
-                    evaluator.enumerated(
-                        MeshAssignment(
-                            "replicated",
-                            meshes,
-                            numbers_of_units,
-                            shard,
-                            dispatch,
-                            exchange,
-                            encoder_first,
-                            keeps_weights=parallel.zero == 2,
-                        )
-                    )
-                    for numbers_of_units in numbers_to_try
-                ]
+    meshes = (meshes for count in problem.cluster.rank_counts for meshes in replicated_meshes(problem.choices, count))
+    return [alternative for of_units in meshes for alternative in _with_meshes(of_units, problem, evaluator)]
+
+
+def _with_meshes(
+    meshes: Mapping[str, MeshSize], problem: PlanningProblem, evaluator: Evaluator
+) -> Iterator[list[Candidate]]:
+    """Yield the candidates of some meshes; none of those whose TP groups lie on two nodes."""
+    parallel, llm = problem.recipe.parallel, meshes[LLM]
+    sizes = _allowed_sizes(llm, problem)
+    numbers = num_microbatches_of(evaluator.layer_costs.batch_split({name: mesh.dp for name, mesh in meshes.items()}))
+    modes = _dispatch_modes(problem, llm.num_replicas)
+    for shard, dispatch, (encoder_first, to_try) in product(sizes, modes, _schedules(problem, numbers)):
+        exchange = parallel.exchange if dispatch == "all" else "all_to_all"
+        assignments = [
+            MeshAssignment(
+                "replicated",
+                meshes,
+                numbers_of_units,
+                shard,
+                dispatch,
+                exchange,
+                encoder_first,
+                keeps_weights=parallel.zero == 2,
             )
-    return candidates
+            for numbers_of_units in to_try
+        ]
+        if llm.tp == 1 or not has_split_tp_group(assignments[0], problem.hardware.ranks_per_node):
+            yield [evaluator.enumerated(assignment) for assignment in assignments]
+
+
+def _allowed_sizes(llm: MeshSize, problem: PlanningProblem) -> Sequence[int | None]:
+    """Return the sizes of shards that the recipe allows; None: whole weights."""
+    parallel, num_replicas = problem.recipe.parallel, llm.num_replicas
+    if parallel.zero == 1:
+        return [None]
+    if parallel.shard == "auto":
+        return shard_sizes(num_replicas, max(problem.hardware.ranks_per_node // llm.tp, 1))
+    fixed = num_replicas if parallel.shard == "all" else parallel.shard
+    return [fixed] if num_replicas % fixed == 0 else []
+
+
+def _shards_that_do_not_divide(problem: PlanningProblem) -> str:
+    """Say that the size of shards which the recipe fixes suits no mesh."""
+    counts = " or ".join(map(str, problem.cluster.rank_counts))
+    tp = problem.recipe.parallel.llm.tp or 1
+    divided = f"{counts} ranks" if tp == 1 else f"the {counts} ranks by parallel.llm.tp {tp}"
+    shard = problem.recipe.parallel.shard
+    return f"parallel.shard {shard} does not divide {divided}; use a divisor of them, or `all`"
+
+
+def _is_slower(assignment: MeshAssignment, fastest_s: float, evaluator: Evaluator) -> bool:
+    """Return whether larger TP groups alone make all layers take longer than the fastest step that was simulated."""
+    if assignment.meshes[LLM].tp == 1:
+        return False
+    numbers, seconds = assignment.num_microbatches, evaluator.mesh_times.seconds
+    bound_s = sum(seconds(unit, mesh, numbers[unit]) for unit, mesh in assignment.meshes.items())
+    return bound_s > fastest_s * AS_FAST_RATIO
 
 
 def _schedules(
@@ -135,12 +164,12 @@ def _recomputes_encoders(candidate: Candidate) -> bool:
     return any(unit.num_recomputed for name, unit in units if name not in (LLM, GENERATOR))
 
 
-def _dispatch_modes(problem: PlanningProblem, num_ranks: int) -> tuple[DispatchMode, ...]:
-    """Return what may be balanced over the ranks; `all` and `llm` differ where there are items and another rank."""
+def _dispatch_modes(problem: PlanningProblem, num_replicas: int) -> tuple[DispatchMode, ...]:
+    """Return what may be balanced over replicas; `all` and `llm` differ where there are items and another replica."""
     fixed = problem.recipe.parallel.dispatch
     if fixed != "auto":
         return (fixed,)
-    return ("all", "llm") if num_ranks > 1 and len(problem.shape.units) > 1 else ("llm",)
+    return ("all", "llm") if num_replicas > 1 and len(problem.shape.units) > 1 else ("llm",)
 
 
 def fit_replicated(candidate: Candidate, evaluator: Evaluator) -> Candidate | Rejected:
@@ -156,7 +185,8 @@ def fit_replicated(candidate: Candidate, evaluator: Evaluator) -> Candidate | Re
 def shard_sizes(num_ranks: int, ranks_per_node: int) -> Sequence[int]:
     """Return sizes of shard groups: divisors of a node's ranks, and whole nodes by powers of two, up to all ranks.
 
-    Groups lie one after another. Fewer ranks than a node has, such as 64 of an NVL72, are divided as they are.
+    With tensor parallelism a TP group counts as one rank. Groups lie one after another. Fewer ranks than a node has,
+    such as 64 of an NVL72, are divided as they are.
     """
     common = num_ranks if num_ranks <= ranks_per_node else math.gcd(num_ranks, ranks_per_node)
     in_node = [size for size in range(1, ranks_per_node + 1) if common % size == 0]

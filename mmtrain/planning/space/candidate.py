@@ -59,7 +59,7 @@ class MeshAssignment:
     placement: Placement
     meshes: Mapping[str, MeshSize]
     num_microbatches: Mapping[str, int]  # of each replica, by unit
-    # In `replicated`: ranks that hold one copy of the state together; None: all hold weights whole (ZeRO-1).
+    # In `replicated`: replicas that hold one copy of the state together; None: all hold weights whole (ZeRO-1).
     shard: int | None = None
     dispatch: DispatchMode | None = None  # in `replicated`: what is balanced over the ranks
     exchange: Exchange = "all_to_all"  # in `replicated`: by which rows are dispatched
@@ -115,9 +115,9 @@ class MeshAssignment:
         if self.placement == "colocated":
             return "colocated: " + ", ".join(f"{unit} {mesh}" for unit, mesh in self.meshes.items())
         if self.placement == "replicated":
-            num_ranks, counts = self.meshes[LLM].dp, self.num_microbatches
+            llm, counts = self.meshes[LLM], self.num_microbatches
             sharded = sharding_text(self.shard, self.keeps_weights)
-            return replicated_summary(num_ranks, sharded, counts, self.dispatch, self.exchange, self.encoder_first)
+            return replicated_summary(llm, sharded, counts, self.dispatch, self.exchange, self.encoder_first)
         num_llm = self.num_microbatches[LLM]
         suffix = {unit: f" mb{num}" if num != num_llm else "" for unit, num in self.num_microbatches.items()}
         if self.placement == "unified":

@@ -52,16 +52,21 @@ class SampledBatches:
         return sum(len(group) for groups in self.groups for group in groups) / len(self.groups)
 
     def lay_out(
-        self, dp: Mapping[str, int], num_microbatches: Mapping[str, int], dispatch: DispatchMode | None = None
+        self,
+        dp: Mapping[str, int],
+        num_microbatches: Mapping[str, int],
+        dispatch: DispatchMode | None = None,
+        ranks_per_replica: int = 1,
     ) -> list[BatchMeta]:
         """Assign every batch to replicas and microbatches as a plan with these data-parallel degrees would.
 
-        dispatch: what sharded replicas balance, one on each rank. Costs are taken in proportion to tokens, here and in
-        `targets`. With it, batches name the groups of the stream.
+        dispatch: what sharded replicas balance, one on each `ranks_per_replica` ranks. Costs are taken in proportion to
+        tokens, here and in `targets`. With it, batches name the groups of the stream.
         """
         steps, targets = self.groups, replace(self.targets, dispatch=dispatch == "all")
         if dispatch == "all" and self.ranks_per_node is not None:
-            nodes = {unit: tuple(rank // self.ranks_per_node for rank in range(dp[unit])) for unit in dp}
+            starts = {unit: range(0, dp[unit] * ranks_per_replica, ranks_per_replica) for unit in dp}
+            nodes = {unit: tuple(rank // self.ranks_per_node for rank in starts[unit]) for unit in dp}
             targets = replace(targets, replica_nodes=nodes)
         if dispatch == "none":
             steps, targets = self.unmatched or self.groups, replace(targets, reorder=False)
@@ -151,6 +156,7 @@ class UnitSplit(NamedTuple):
     cp: int = 1
     cp_method: ContextMethod = "ulysses"
     cp_split: CutSequences = "auto"
+    ranks_per_replica: int = 1  # which decide on which node a replica is, where items are dispatched
 
 
 BatchSplit = tuple[UnitSplit, ...]  # in the order of the model's units
@@ -165,9 +171,10 @@ def unit_split(
     unit: str, mesh: MeshSize | UnitMesh, num_microbatches: int, dispatch: DispatchMode | None = None
 ) -> UnitSplit:
     """Return how the unit's part of a step is divided over a mesh."""
+    split = UnitSplit(unit, mesh.dp, num_microbatches, dispatch, ranks_per_replica=mesh.tp if dispatch == "all" else 1)
     if mesh.cp == 1:
-        return UnitSplit(unit, mesh.dp, num_microbatches, dispatch)
-    return UnitSplit(unit, mesh.dp, num_microbatches, dispatch, mesh.cp, mesh.cp_method, mesh.cp_split)
+        return split
+    return split._replace(cp=mesh.cp, cp_method=mesh.cp_method, cp_split=mesh.cp_split)
 
 
 def num_microbatches_of(split: BatchSplit) -> dict[str, int]:

@@ -67,14 +67,14 @@ def _wait_in_layers(graph: StageGraph, unit: str, spread: TimeSpread, costs_hold
     """Return the share of a pass that ranks wait which compute every layer together.
 
     Those that share weights (FSDP) gather a layer's while they compute the one before, so that a rank may be most of a
-    layer behind the others before they wait: only what its layers are late in sum counts.
+    layer behind the others before they wait: only what its layers are late in sum counts, beside what the ranks of its
+    TP group wait for each other.
     """
     mesh = graph.mesh(unit)
-    if mesh.shard is not None:
-        return _wait_of_replicas(graph, spread, mesh.num_replicas)
     tp = 1 if costs_hold_tp_waits else mesh.tp
     num_waits = TP_WAITS_PER_LAYER if tp > 1 else 1
-    return spread.layers * math.sqrt(num_waits) * expected_maximum(tp * mesh.cp)
+    in_group = spread.layers * math.sqrt(num_waits) * expected_maximum(tp * mesh.cp)
+    return in_group if mesh.shard is None else in_group + _wait_of_replicas(graph, spread, mesh.num_replicas)
 
 
 def _wait_in_pipeline(graph: StageGraph, unit: str, spread: TimeSpread) -> float:

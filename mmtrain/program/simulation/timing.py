@@ -292,7 +292,7 @@ class ModelTiming:
                 nbytes = self._row_bytes(edge, self._route(edge).received_rows(mb, payload == "gradient"))
                 seconds = self.costs.collective("broadcast", nbytes, layout) if nbytes else 0.0
             case Dispatch():
-                return self._dispatch(action, layout)
+                return self._dispatch(action)
             case ReduceGrads():
                 nbytes = self._reduced_bytes(rank, action)
                 seconds = self.costs.collective("reduce_scatter", nbytes, layout)
@@ -309,10 +309,12 @@ class ModelTiming:
                 seconds = self.costs.collective("all_reduce", nbytes, layout) + self._optimizer_s
         return TransferCost(seconds, nbytes)
 
-    def _dispatch(self, action: Dispatch, layout: GroupLayout) -> TransferCost:
+    def _dispatch(self, action: Dispatch) -> TransferCost:
         """Return the cost of an exchange of all replicas. Nothing is sent where all rows stay on their rank."""
         if action not in self._dispatch_costs:
             mesh = self.graph.mesh(action.edge.src.unit)
+            # The ranks at one place in the TP groups exchange with each other, and all places do the same at once.
+            ranks, layout = np.array(mesh.ranks[:: mesh.tp]), self.link_class(mesh.ranks[:: mesh.tp])
             route = self.loads.routes[mesh.unit, action.edge.dst.unit]
             sender, receiver, rows = route.exchanged(action.src, action.dst, action.payload == "gradient")
             nbytes = rows * (self._widths[action.edge] * self.element_bytes)
@@ -322,7 +324,6 @@ class ModelTiming:
                 gathered = mesh.dp * int(np.bincount(sender, nbytes).max())  # each replica's padded to the largest
                 cost = TransferCost(self.costs.collective("all_gather", gathered, layout), gathered)
             else:
-                ranks = np.array(mesh.ranks)
                 cost = self._all_to_all(ranks[sender], ranks[receiver], nbytes * (sender != receiver), layout)
             self._dispatch_costs[action] = cost
         return self._dispatch_costs[action]
@@ -420,7 +421,9 @@ class ModelTiming:
     def _sharded_layers(self) -> dict[str, ShardedLayers]:
         """What prices the collectives of sharded units, by unit."""
         return {
-            mesh.unit: ShardedLayers(self.costs, mesh.dp, mesh.shard, self.element_bytes, self.ranks_per_node)
+            mesh.unit: ShardedLayers(
+                self.costs, mesh.num_replicas, mesh.shard, self.element_bytes, self.ranks_per_node, mesh.tp
+            )
             for mesh in self.graph.meshes
             if mesh.shard is not None
         }

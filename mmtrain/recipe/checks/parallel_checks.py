@@ -160,24 +160,38 @@ def _check_balance_policies(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _check_replicated(recipe: Recipe) -> Iterator[Problem]:
-    """Every rank runs all of every unit, shards divide the ranks, and what runs first exists."""
+    """Every TP group runs all of every unit, shards divide the groups, and what runs first exists."""
     if recipe.parallel.schedule == "encoder_first" and not recipe.model.all_encoders:
         yield Problem(("parallel", "schedule"), "found encoder_first, but the model has no encoder; use 1f1b or auto")
     exchange, dispatch = recipe.parallel.exchange, recipe.parallel.dispatch
     if exchange != "all_to_all" and dispatch not in ("all", "auto"):
         text = f"found {exchange} with parallel.dispatch {dispatch}, which exchanges nothing; use dispatch all or auto"
         yield Problem(("parallel", "exchange"), text)
-    for name, degree in product(("llm", *_present_other_units(recipe)), ("tp", "pp", "vpp")):
+    units = ("llm", *_present_other_units(recipe))
+    for name, degree in product(units, ("pp", "vpp")):
         fixed = getattr(recipe.parallel.of(name), degree)
         if fixed is not None and fixed > 1:
-            text = f"found {fixed}, allowed: 1 (in `replicated` every rank runs the whole unit; `unified` divides it)"
+            text = f"found {fixed}, allowed: 1 (in `replicated` every rank runs all layers; `unified` divides them)"
             yield Problem(("parallel", *unit_path(name), degree), text)
+    fixed_tp = {name: tp for name in units if (tp := recipe.parallel.of(name).tp) is not None}
+    for name, tp in fixed_tp.items():
+        if tp != (common := next(iter(fixed_tp.values()))):
+            first = dotted_unit(next(iter(fixed_tp)))
+            text = f"{tp} differs from parallel.{first}.tp {common}; in `replicated` all units have one tp"
+            yield Problem(("parallel", *unit_path(name), "tp"), text)
+    yield from _check_shard(recipe, next(iter(fixed_tp.values()), 1))
+
+
+def _check_shard(recipe: Recipe, tp: int) -> Iterator[Problem]:
+    """Shards divide the ranks at one place of the TP groups, and whole weights have none."""
     shard, ranks = recipe.parallel.shard, recipe.cluster.ranks
     if recipe.parallel.zero == 1 and shard != "auto":
         text = f"found {shard} with parallel.zero 1, which keeps weights whole on every rank; leave out one of the two"
         yield Problem(("parallel", "shard"), text)
-    if isinstance(shard, int) and ranks is not None and ranks % shard:
-        yield Problem(("parallel", "shard"), f"{shard} does not divide cluster.ranks {ranks}; use a divisor, or `all`")
+    if isinstance(shard, int) and ranks is not None and ranks % (shard * tp):
+        by_tp = f" by tp {tp}" if tp > 1 else ""
+        text = f"{shard} does not divide cluster.ranks {ranks}{by_tp}; use a divisor, or `all`"
+        yield Problem(("parallel", "shard"), text)
 
 
 def _check_colocated(recipe: Recipe) -> Iterator[Problem]:

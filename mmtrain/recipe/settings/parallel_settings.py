@@ -15,7 +15,7 @@ class UnitParallel(Section):
         None,
         affects={"plan"},
         description="Tensor-parallel degree. Must divide `heads`; must divide `kv_heads` or be a multiple of it. "
-        "In `unified` an encoder's is the LLM's or a divisor of it.",
+        "In `unified` an encoder's is the LLM's or a divisor of it; in `replicated` all units have the same.",
     )
     pp: PositiveInt | None = setting(None, affects={"plan"}, description="Pipeline-parallel degree.")
     dp: PositiveInt | None = setting(
@@ -129,15 +129,15 @@ class ParallelSettings(Section):
         description="How units share ranks. `unified`: one pipeline holds the layers of all units. `disaggregated`: "
         "every unit has ranks of its own. `colocated`: encoders run on the LLM's ranks while these would be idle, "
         "and a generator between the LLM's passes. "
-        "`replicated`: every rank runs all units, which are sharded over the ranks (FSDP). `auto`: the fastest of "
-        "them, without `replicated` where there is one rank or a generator.",
+        "`replicated`: every rank, or every TP group, runs all units, which are sharded over them (FSDP). `auto`: the "
+        "fastest of them, without `replicated` where there is one rank or a generator.",
     )
     shard: PositiveInt | Literal["all", "auto"] = setting(
         "auto",
         affects={"plan"},
-        description="In `replicated`: ranks that hold one copy of weights, gradients and optimizer state together. 1: "
-        "every rank holds all (DDP). `all`: the ranks hold one copy (ZeRO-3). Between: hybrid sharding; it divides the "
-        "number of ranks. `auto`: the fastest that fits.",
+        description="In `replicated`: ranks (with tensor parallelism: TP groups) that hold one copy of weights, "
+        "gradients and optimizer state together. 1: every rank holds all (DDP). `all`: all hold one copy (ZeRO-3). "
+        "Between: hybrid sharding; it divides the number of ranks. `auto`: the fastest that fits.",
     )
     zero: Literal[1, 2, 3] = setting(
         3,

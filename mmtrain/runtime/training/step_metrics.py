@@ -226,10 +226,10 @@ class StepMetricsReducer:
             return None
         loads = phase_loads(meta, mesh.dp, self._context.num_microbatches)
         off_node = {}
-        if graph.dispatches_items and mesh.exchange == "all_to_all" and mesh.dp > ranks_per_node:
+        if graph.dispatches_items and mesh.exchange == "all_to_all" and graph.world_size > ranks_per_node:
             element_bytes = ELEMENT_BYTES[self._context.precision]
             row_bytes = {unit: width * element_bytes for unit, width in self._context.shape.feature_widths.items()}
-            off_node = off_node_volumes(meta, ranks_per_node, row_bytes)
+            off_node = off_node_volumes(meta, ranks_per_node, row_bytes, mesh.tp)
         return DispatchMetrics(reduction.dispatch_s, loads, off_node)
 
 
