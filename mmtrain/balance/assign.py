@@ -143,8 +143,10 @@ def _assign_items(unit: str, items: ItemLengths, sequences: _SampleLayout, targe
     position = row - items.first[sequences.sample_id[sample]]
     cost = targets.item_costs.get(unit, COST_PER_TOKEN)
     blocks, block = sequences.blocks(unit), sequences.block_of_samples(unit)[sample]
-    home = sequences.replica[sample]
+    # Where ranks share sequences, each is a replica of the encoder; which of them reads an item is not known here.
+    num_sharing = max(sequences.dp[unit] // sequences.dp[LLM], 1)
     if targets.dispatch:
+        home = sequences.replica[sample] * num_sharing + position % num_sharing
         per_node = replicas_per_node(targets.replica_nodes.get(unit, ()))
         sizes = DispatchSizes(sequences.dp[unit], blocks.num_microbatches, per_node)
         tokens, features = items.tokens[row], items.features[row]
@@ -154,7 +156,8 @@ def _assign_items(unit: str, items: ItemLengths, sequences: _SampleLayout, targe
         replica, index = _assign_to_microbatches(cost.of(items.tokens[row]), block, blocks)
         nodes = targets.replica_nodes.get(unit, ())
         if len(set(nodes)) > 1:
-            to_node = np.array(targets.replica_nodes[LLM])[home]
+            of_llm = targets.replica_nodes[LLM]
+            to_node = np.array(of_llm)[sequences.replica[sample] * (len(of_llm) // sequences.dp[LLM])]
             replica = place_items(replica, items.features[row], to_node, nodes, len(nodes) // blocks.num_replicas)
     order = np.lexsort((position, sample, index, replica))
     row = row[order]

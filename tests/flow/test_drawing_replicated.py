@@ -1,6 +1,7 @@
 """Units with a generator behind them, sharded over all ranks (`replicated`), compute what one process does."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,13 @@ CASES: dict[str, tuple[dict[str, Any], int, int | None, tuple[int, ...], Dispatc
     "llm only": (freeze("vision", "generator"), 2, 2, (), "none", "1f1b"),
     "u-net, projectors only": (U_NET | freeze("vision", "llm", "generator"), 2, 2, (), "none", "1f1b"),
 }  # fmt: skip
+# The same, of TP groups of two ranks, with whether these share tokens between GEMMs.
+PAIRS: dict[str, tuple[bool, dict[str, Any], int, int | None, tuple[int, ...], DispatchMode, ScheduleKind]] = {
+    "all dispatched, all recomputed, tied": (True, TIED, 4, 2, ALL, "all", "1f1b"),
+    "u-net, all dispatched, encoder first": (False, U_NET, 4, 2, (), "all", "encoder_first"),
+    "two copies": (True, {}, 4, 1, (), "none", "1f1b"),
+    "u-net, whole weights": (False, U_NET, 4, None, (), "all", "1f1b"),
+}
 QUICK = ("two ranks, one copy",)
 
 
@@ -74,6 +82,14 @@ def assert_case(folder: Path, case: str, samples: Samples = ALL_SAMPLES) -> None
 @pytest.mark.parametrize("case", QUICK)
 def test_sharded_units_compute_what_one_process_computes(folder: Path, case: str) -> None:
     assert_case(folder, case)
+
+
+@pytest.mark.parametrize("case", mostly_long(PAIRS, every=2))
+def test_sharded_parts_of_units_compute_what_one_process_computes(folder: Path, case: str) -> None:
+    sp, changes, num_ranks, shard, recompute, dispatch, kind = PAIRS[case]
+    mesh = Mesh((), tuple(range(num_ranks)), tp=2, dp=num_ranks // 2, recompute=recompute, sp=sp)
+    meshes = dict.fromkeys(APART, mesh) | {GENERATOR: replace(mesh, sp=False)}
+    assert_equals_one_process(folder, changes, meshes, ALL_SAMPLES, kind=kind, shard=shard, dispatch=dispatch)
 
 
 @pytest.mark.parametrize("case", mostly_long((case for case in CASES if case not in QUICK), every=2))

@@ -58,17 +58,20 @@ def replicated(
     tp: int = 1,
     sp: bool = False,
     tp_chunks: int = 1,
+    **context: Any,
 ) -> Plan:
     """Return a plan in which each TP group of `num_ranks` ranks runs every unit, and `shard` of them hold one copy.
 
     shard: None with a `dispatch` for weights that are whole on every rank (`parallel.zero: 1`).
     encoder_first_in: mini-batches of encoders that run before and after the LLM.
+    context: `cp` and other fields of the LLM's mesh that say how ranks share sequences.
     """
     ranks = tuple(range(num_ranks))
     mesh = Mesh((), ranks, dp=num_ranks // tp, recompute=recompute, tp=tp, sp=sp, tp_chunks=tp_chunks)
+    llm = replace(mesh, dp=mesh.dp // context.get("cp", 1), **context)
     encoders = dict.fromkeys(settings.model.all_encoders, replace(mesh, n=encoder_first_in or 0))
     kind: ScheduleKind = "1f1b" if encoder_first_in is None else "encoder_first"
-    return plan(settings, kind, shard=shard, dispatch=dispatch, **encoders, llm=mesh)
+    return plan(settings, kind, shard=shard, dispatch=dispatch, **encoders, llm=llm)
 
 
 def offloaded(mode: str) -> dict[str, Any]:
@@ -282,6 +285,40 @@ def test_sharded_parts_of_units_compute_what_one_process_does(case: str) -> None
     assert_equals_one_process(settings, chosen, texts_between=True)
 
 
+RING: dict[str, Any] = {"cp": 2, "method": "ring", "split": "even"}
+ULYSSES: dict[str, Any] = {"cp": 2, "split": "even"}
+# name -> (recipe changes, ranks, shard or None for whole weights, further arguments of `replicated`)
+WITH_CP: dict[str, tuple[dict[str, Any], int, int | None, dict[str, Any]]] = {
+    "ulysses, one copy": (CLIPPED, 2, 2, ULYSSES | {"dispatch": "none"}),
+    "ring, copies of two ranks each, audio, tied, recomputed": (
+        SPEECH | TIED | CLIPPED,
+        4,
+        2,
+        RING | {"recompute": ALL, "dispatch": "llm"},
+    ),
+}
+MORE_WITH_CP: dict[str, tuple[dict[str, Any], int, int | None, dict[str, Any]]] = {
+    "ulysses, one copy of four": (SPEECH, 4, 4, {"cp": 2, "dispatch": "none", "encoder_first_in": 1}),
+    "ring, four ranks": (SPEECH, 4, 4, {"cp": 4, "method": "ring", "dispatch": "none", "recompute": ALL}),
+    "ring, whole weights": (SPEECH, 4, None, RING | {"dispatch": "llm"}),
+    "ring, copies across sequences": (SPEECH, 4, 1, RING | {"dispatch": "none", "encoder_first_in": 2}),
+    "ulysses, all dispatched": (SPEECH, 4, 4, ULYSSES | {"dispatch": "all"}),
+    "ring, all dispatched, encoders first": (SPEECH | TIED, 4, 2, RING | {"dispatch": "all", "encoder_first_in": 1}),
+    "ring, frozen encoder": (FROZEN_VISION | SPEECH, 2, 2, RING | {"dispatch": "none"}),
+    "ulysses, adapters": (ADAPTED, 2, 2, ULYSSES | {"dispatch": "none"}),
+    "ring with tensor parallelism": (SPEECH, 4, 2, RING | {"tp": 2, "sp": True, "dispatch": "none", "recompute": ALL}),
+    "ulysses with tensor parallelism, all dispatched": (SPEECH | TIED, 8, 4, ULYSSES | {"tp": 2, "dispatch": "all"}),
+    "ulysses, deepstack": (DEEPSTACK, 2, 2, ULYSSES | {"dispatch": "none"}),
+}
+
+
+@pytest.mark.parametrize("case", [*WITH_CP, *mostly_long(MORE_WITH_CP, every=2)])
+def test_sharded_ranks_that_share_sequences_compute_what_one_process_does(case: str) -> None:
+    changes, num_ranks, shard, arguments = (WITH_CP | MORE_WITH_CP)[case]
+    settings = recipe(**changes)
+    assert_equals_one_process(settings, replicated(settings, num_ranks, shard, **arguments), texts_between=True)
+
+
 FREEZE: dict[str, dict[str, Any]] = {
     "nothing": SPEECH,
     "encoders": FROZEN_VISION | {"model__audio": AUDIO | {"freeze": True}},
@@ -467,8 +504,9 @@ def unbroken_pairs(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
         ((*PAIRS, "parallel.llm.sp=true", "parallel.vision.sp=true"), 4),
         ((*PARTS, "parallel.llm.tp=1", "cluster.ranks=4"), 4),
         ((*PARTS, "parallel.llm.tp=2", "cluster.ranks=2"), 2),
+        ((*PARTS, "parallel.llm={tp: 1, cp: 2}", "cluster.ranks=4"), 4),
     ],
-    ids=["same", "without tensor parallelism", "on one TP group"],
+    ids=["same", "without tensor parallelism", "on one TP group", "with shared sequences"],
 )
 def test_a_killed_run_of_parts_of_units_is_resumed(
     after: tuple[str, ...], num_ranks: int, data: Path, unbroken_pairs: Path, tmp_path: Path
@@ -664,7 +702,12 @@ def test_a_checkpoint_goes_over_to_another_placement_or_shard(change: str, tmp_p
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"cp": 2, "cp_method": "ring", "cp_split": "auto", "dp": 1}, "a unit with cp above 1 has a method"),
+        ({"cp": 2, "dp": 1, "shard": 1}, "a unit with cp above 1 has a method and a split"),
+        ({"pp": 2, "dp": 1, "shard": 1}, "a unit that is sharded, or dispatches, has pp 1 and vpp 1"),
+        (
+            {"cp": 2, "cp_method": "ring", "cp_split": "auto", "dp": 2, "ranks": (0, 1, 2, 3), "shard": 3},
+            "shard is 3, which does not divide dp x cp 4",
+        ),
         ({"dp": 4, "ranks": (0, 1, 2, 3), "shard": 3}, "shard is 3, which does not divide dp 4; use a divisor of it"),
         ({"ranks": (1, 0), "shard": 2}, "those of a sharded unit ascend"),
     ],

@@ -103,6 +103,26 @@ def test_tensor_parallelism_is_planned_inside_of_shards() -> None:
     assert whole.predicted.bubbles["tp_layers"] == 0
 
 
+def test_context_parallelism_is_planned_inside_of_shards() -> None:
+    """State is shared by all ranks as without it, and activations of a microbatch are divided."""
+    held, cp_exchange_s = {}, {}
+    for cp in (1, 2):
+        parallel = {"placement": "replicated", "shard": "all", "dispatch": "none", "schedule": "1f1b"}
+        settings = factory.recipe(parallel=parallel | {"llm": {"tp": 1, "cp": cp}}, global_batch=8)
+        chosen = plan_recipe(settings, factory.lengths(), world_size=8, hardware="h100-80g", recipe_sha256="x")
+        assert (chosen.units["llm"].cp, chosen.units["llm"].dp, chosen.units["vision"].dp) == (cp, 8 // cp, 8)
+        assert {unit.shard for unit in chosen.units.values()} == {8}
+        [held[cp]] = chosen.predicted.memory_kinds_gib.values()
+        problem = formulate_problem(settings, factory.lengths(), world_size=8, hardware="h100-80g", recipe_sha256="x")
+        graph, layer_costs = stage_graph(chosen, problem.shape), LayerCosts(problem)
+        split = batch_split_of(graph)
+        cp_exchange_s[cp] = layer_costs.unit_times("llm", 1, split).mean.sum()
+    assert plan_layout(chosen).summary == "replicated: 8 ranks, cp 2, shard 8, 2 mini-batches, dispatch none"
+    assert held[1]["optimizer"] == held[2]["optimizer"]
+    assert held[2]["activations"] < held[1]["activations"]
+    assert cp_exchange_s[2] > cp_exchange_s[1] / 2
+
+
 def test_open_sizes_of_tp_groups_give_the_fastest_of_the_fixed_ones() -> None:
     """Though larger groups are left out whose compute alone takes longer than the best so far."""
     step_s = {}
@@ -125,7 +145,7 @@ def test_open_sizes_of_tp_groups_give_the_fastest_of_the_fixed_ones() -> None:
 def test_a_unit_that_cannot_have_the_tp_of_the_others_is_named() -> None:
     vision = factory.VISION | {"heads": 1}
     settings = factory.recipe(parallel={"placement": "replicated", "llm": {"tp": 2}}, vision=vision)
-    with pytest.raises(PlanError, match=r"with one tp for all units, pp 1, and a dp of 4 / tp \(vision: tp 1;"):
+    with pytest.raises(PlanError, match=r"with one tp for all units, pp 1, and a dp x cp of 4 / tp \(vision: tp 1;"):
         plan_recipe(settings, factory.lengths(), world_size=4, hardware="cpu-core", recipe_sha256="x")
 
 
@@ -277,12 +297,13 @@ def test_the_planner_dispatches_where_items_are_in_few_samples() -> None:
     assert any(other.balance is not None and other.balance.phases for other in plans["auto"].alternatives)
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize(("tp", "cp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
 @pytest.mark.parametrize("schedule", ["1f1b", "encoder_first"])
 @pytest.mark.parametrize("dispatch", ["all", "llm", "none"])
-def test_one_rank_stands_for_all_in_the_simulation(dispatch: str, schedule: str, tp: int) -> None:
+def test_one_rank_stands_for_all_in_the_simulation(dispatch: str, schedule: str, tp: int, cp: int) -> None:
     """All run every pass together, for as long as the slowest of them takes."""
-    parallel = {"placement": "replicated", "shard": 8, "dispatch": dispatch, "schedule": schedule, "llm": {"tp": tp}}
+    parallel = {"placement": "replicated", "shard": 8, "dispatch": dispatch, "schedule": schedule}
+    parallel["llm"] = {"tp": tp, "cp": cp}
     settings = factory.recipe(parallel=parallel, global_batch=32)
     problem = formulate_problem(settings, _lopsided(), world_size=16, hardware="h100-80g", recipe_sha256="x")
     evaluator = Evaluator(problem)

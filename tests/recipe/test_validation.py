@@ -203,7 +203,6 @@ def test_missing_settings_say_what_they_are(write: Write) -> None:
             ["parallel.placement=replicated", "parallel.llm.tp=2", "parallel.vision.tp=1"],
             "parallel.vision.tp: 1 differs from parallel.llm.tp 2; in `replicated` all units have one tp",
         ),
-        (["parallel.placement=replicated", "parallel.llm.cp=2"], "parallel.llm.cp: found 2, allowed in"),
         (["parallel.placement=colocated", "parallel.llm.cp=2"], "parallel.llm.cp: found 2, allowed in"),
         (["parallel.llm={cp: 1, cp_method: ring}"], "parallel.llm.cp_method: found ring with parallel.llm.cp 1"),
         (

@@ -41,11 +41,13 @@ def stream_groups_of(sample_id: IntArray, groups: Sequence[IntArray]) -> IntArra
     return found
 
 
-def phase_loads(batch: BatchMeta, num_ranks: int, num_microbatches: Mapping[str, int]) -> dict[str, PhaseLoad]:
+def phase_loads(
+    batch: BatchMeta, num_ranks: int, num_microbatches: Mapping[str, int], cp: int = 1
+) -> dict[str, PhaseLoad]:
     """Return the load of each unit that every one of `num_ranks` ranks runs; `batch` names its stream groups.
 
     Without balancing, groups of the stream go to ranks in turns, and items stay with their samples. Padding counts
-    neither before nor after.
+    neither before nor after. Where `cp` ranks share sequences, they count as one rank.
     """
     assert batch.stream_group is not None, "named by the stream"
     index, rank = np.divmod(batch.stream_group, num_ranks)
@@ -53,7 +55,7 @@ def phase_loads(batch: BatchMeta, num_ranks: int, num_microbatches: Mapping[str,
     for unit, items in batch.items.items():
         of_block = index[items.sample] * num_microbatches[unit] // num_microbatches[LLM]
         before = of_block * num_ranks + rank[items.sample]
-        loads[unit] = _phase_load(items.tokens, before, items.index * num_ranks + items.replica, num_ranks)
+        loads[unit] = _phase_load(items.tokens, before, items.index * num_ranks + items.replica // cp, num_ranks)
     after = batch.index * num_ranks + batch.replica
     return loads | {LLM: _phase_load(batch.sample_tokens, batch.stream_group, after, num_ranks)}
 

@@ -317,7 +317,7 @@ def _shared_sequences(candidate: Candidate, layer_costs: LayerCosts) -> SharedSe
         sp_ratio={
             unit: sp_ratio(graph, unit, layer_costs)
             for unit in candidate.layout.units
-            if unit == LLM or candidate.placement == "unified"
+            if unit == LLM or candidate.placement in ("unified", "replicated")
         },
     )
 

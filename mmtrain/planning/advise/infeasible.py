@@ -125,7 +125,7 @@ def _explain_placement(parallel: ParallelSettings, choices: Choices, ranks: int,
         others = " and ".join(unit for unit in choices if unit != LLM)
         return f"no mesh of {others} whose tp and pp divide the LLM's fills the LLM's {ranks} ranks ({allowed})"
     if placement == "replicated":
-        rule = f"every unit runs on all {ranks} ranks with one tp for all units, pp 1, and a dp of {ranks} / tp"
+        rule = f"every unit runs on all {ranks} ranks with one tp for all units, pp 1, and a dp x cp of {ranks} / tp"
         return f"{rule} ({allowed})"
     if placement == "disaggregated":
         units = " and ".join(choices)

@@ -102,10 +102,10 @@ class UnitPlan(_Frozen):
             raise ValueError("cp is 1 with a cp_method or cp_split, which say how cp ranks above 1 share sequences")
         if self.cp == 1:
             return self
-        if not is_described or self.shard is not None:
+        if not is_described:
             raise ValueError(
-                f"cp is {self.cp} with cp_method {self.cp_method}, cp_split {self.cp_split}, shard {self.shard}: a "
-                "unit with cp above 1 has a method and a split, and is not sharded"
+                f"cp is {self.cp} with cp_method {self.cp_method}, cp_split {self.cp_split}: a unit with cp above 1 "
+                "has a method and a split"
             )
         per_replica = self.tp * self.cp
         for first in range(0, len(self.ranks), per_replica):
@@ -128,14 +128,17 @@ class UnitPlan(_Frozen):
     def _shards_divide_the_replicas(self) -> "UnitPlan":
         if not self.is_replicated:
             return self
-        if (self.cp, self.pp, self.vpp) != (1, 1, 1):
+        if (self.pp, self.vpp) != (1, 1):
             raise ValueError(
-                f"shard is {self.shard} and dispatch {self.dispatch} with cp {self.cp}, pp {self.pp}, vpp {self.vpp}: "
-                "a unit that is sharded, or dispatches, has cp 1, pp 1 and vpp 1, since every TP group runs all of it; "
-                "leave `shard` and `dispatch` out, or make a new plan"
+                f"shard is {self.shard} and dispatch {self.dispatch} with pp {self.pp}, vpp {self.vpp}: a unit that is "
+                "sharded, or dispatches, has pp 1 and vpp 1, since every TP group runs all of it; leave `shard` and "
+                "`dispatch` out, or make a new plan"
             )
-        if self.shard is not None and (self.shard < 1 or self.dp % self.shard):
-            raise ValueError(f"shard is {self.shard}, which does not divide dp {self.dp}; use a divisor of it")
+        if self.shard is not None and (self.shard < 1 or self.num_replicas % self.shard):
+            of = "dp" if self.cp == 1 else "dp x cp"
+            raise ValueError(
+                f"shard is {self.shard}, which does not divide {of} {self.num_replicas}; use a divisor of it"
+            )
         if list(self.ranks) != sorted(self.ranks):
             raise ValueError(f"ranks are {self.ranks}: those of a sharded unit ascend, as torch orders its groups")
         return self

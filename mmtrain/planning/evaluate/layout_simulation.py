@@ -225,9 +225,14 @@ def _stands_for_all(graph: StageGraph, budget: EvaluationBudget) -> bool:
     """Return whether one replica group stands for all.
 
     There are too many to simulate each, and the one with most work does; or units are sharded, and all replicas run
-    every pass together.
+    every pass together. Ranks of sharded units that share sequences send each other features, in each group others, for
+    which the next pass of all groups waits.
     """
-    return graph.is_sharded or _num_passes(graph) > budget.max_passes_of_all_groups
+    shares_sequences = any(mesh.cp > 1 for mesh in graph.meshes)
+    sends_features = any(edge.crosses_units and not graph.dispatches(edge) for edge in graph.edges)
+    if graph.is_sharded and not (shares_sequences and sends_features):
+        return True
+    return _num_passes(graph) > budget.max_passes_of_all_groups
 
 
 def busiest_rank(graph: StageGraph, seconds: Mapping[StageId, StageSeconds]) -> tuple[tuple[StageId, ...], float]:

@@ -83,8 +83,8 @@ class SampledLoads:
 
     def of_phases(self, split: BatchSplit) -> dict[str, PhaseLoad]:
         """Return by unit how evenly sharded units fill the ranks, mean over the sampled batches."""
-        num_microbatches = num_microbatches_of(split)
-        return mean_phase_loads([phase_loads(batch, split[0].dp, num_microbatches) for batch in self.lay_out(split)])
+        numbers, llm = num_microbatches_of(split), split_of_unit(LLM, split)
+        return mean_phase_loads([phase_loads(batch, llm.dp, numbers, llm.cp) for batch in self.lay_out(split)])
 
     def of_unit(self, unit: str, split: BatchSplit) -> LoadArrays:
         """Return the loads of a unit's microbatches: arrays of (batches, dp * cp, microbatches)."""

@@ -58,13 +58,14 @@ def has_replicated_mesh(choices: Choices, num_ranks: int) -> bool:
 def replicated_meshes(choices: Choices, num_ranks: int) -> Iterator[dict[str, MeshSize]]:
     """List the meshes of `replicated` on exactly `num_ranks` ranks, those with smaller TP groups first.
 
-    All units have one tensor-parallel size, and each is whole on every TP group.
+    All units have one tensor-parallel size, and each is whole on every TP group. Where replicas of the LLM share
+    sequences, these come last, and each of them is a replica of the other units.
     """
     if not all(1 in unit.pp and unit.allows_chunks(1, 1) for unit in choices.values()):
         return
     for meshes in shared_meshes(choices):
         llm = meshes[LLM]
-        if llm.cp == 1 and llm.ranks == num_ranks and all(mesh.tp == llm.tp for mesh in meshes.values()):
+        if llm.ranks == num_ranks and all(mesh.tp == llm.tp for mesh in meshes.values()):
             yield meshes
 
 

@@ -8,8 +8,9 @@ state alone, and gathers are few. With `parallel.zero: 1` every rank holds whole
 and runs its passes by itself.
 
 With tensor parallelism inside (as torchtitan's 2D parallelism, arXiv 2410.06511) a TP group takes the place of a rank:
-it runs every unit, and the ranks at one place of all groups share what that place holds. Larger groups are only tried
-where their compute alone may be faster than the best so far.
+it runs every unit, and the ranks at one place of all groups share what that place holds. With context parallelism
+groups also share sequences, and weights, gradients and optimizer state as before. Both are only tried where the compute
+of layers alone may be faster than the best so far.
 
 Encoders that run before the LLM (`encoder_first`) may have fewer mini-batches than it. Each mini-batch gathers all
 weights and waits for the slowest rank once. So we take the fewest that fit, unless more of them avoid recomputation.
@@ -130,8 +131,9 @@ def _shards_that_do_not_divide(problem: PlanningProblem) -> str:
 
 
 def _is_slower(assignment: MeshAssignment, fastest_s: float, evaluator: Evaluator) -> bool:
-    """Return whether larger TP groups alone make all layers take longer than the fastest step that was simulated."""
-    if assignment.meshes[LLM].tp == 1:
+    """Return whether, with tensor or context parallelism, layers alone take longer than the fastest simulated step."""
+    llm = assignment.meshes[LLM]
+    if llm.tp == llm.cp == 1:
         return False
     numbers, seconds = assignment.num_microbatches, evaluator.mesh_times.seconds
     bound_s = sum(seconds(unit, mesh, numbers[unit]) for unit, mesh in assignment.meshes.items())

@@ -361,12 +361,15 @@ def participants(graph: StageGraph, rank: int, action: Action) -> tuple[int, ...
 def joint_form(graph: StageGraph, action: AtomicAction) -> AtomicAction:
     """Return the action as the first of the ranks writes it that run it together.
 
-    Replicas that share sequences name different replicas in the passes that they run together.
+    Replicas that share sequences name different replicas in the passes that they run together, and so do all replicas
+    of a sharded unit.
     """
-    if not isinstance(action, Compute) or graph.mesh(action.mb.unit).cp == 1:
+    if not isinstance(action, Compute):
         return action
-    first = graph.mesh(action.mb.unit).cp_replicas(action.mb.replica)[0]
-    return replace(action, mb=action.mb._replace(replica=first))
+    mesh = graph.mesh(action.mb.unit)
+    if mesh.shard is not None:
+        return replace(action, mb=action.mb._replace(replica=0))
+    return replace(action, mb=action.mb._replace(replica=mesh.cp_replicas(action.mb.replica)[0]))
 
 
 def _data_parallel_group(graph: StageGraph, rank: int, unit: str) -> set[int]:

@@ -412,10 +412,10 @@ class ModelTiming:
         return self._compute_s[key]
 
     def _slowest_replica(self, unit: str, index: int, kind: Direction, held: StageLayer) -> float:
-        mesh = self.graph.mesh(unit)
-        loads = [self.loads.loads[Microbatch(unit, replica, index)] for replica in range(mesh.dp)]
+        replicas, group = range(self.graph.mesh(unit).num_replicas), self._context_groups[unit]
+        loads = [self.loads.loads[Microbatch(unit, replica, index)] for replica in replicas]
         content = next(content for stage, content in self._contents.items() if stage.unit == unit)
-        return max(self._seconds(kind, (held,), content, load) if load.tokens else 0.0 for load in loads)
+        return max(self._part_seconds(kind, (held,), content, load, group) for load in loads)
 
     @cached_property
     def _sharded_layers(self) -> dict[str, ShardedLayers]:

@@ -21,8 +21,8 @@ def check_context_parallelism(recipe: Recipe) -> Iterator[Problem]:
     if degrees.cp is None or degrees.cp == 1:
         return
     placement = recipe.parallel.placement
-    if placement in ("colocated", "replicated"):
-        text = f"found {degrees.cp}, allowed in parallel.placement {placement}: 1 (or use `unified` or `disaggregated`)"
+    if placement == "colocated":
+        text = f"found {degrees.cp}, allowed in parallel.placement colocated: 1 (or use another placement)"
         yield Problem((*_PATH, "cp"), text)
     if recipe.model.generator is not None:
         text = f"found {degrees.cp}, allowed with model.generator: 1 (the queries of an image lie on one rank)"

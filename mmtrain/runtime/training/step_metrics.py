@@ -224,7 +224,7 @@ class StepMetricsReducer:
         mesh = graph.mesh(LLM)
         if mesh.dispatch is None or meta.stream_group is None:
             return None
-        loads = phase_loads(meta, mesh.dp, self._context.num_microbatches)
+        loads = phase_loads(meta, mesh.dp, self._context.num_microbatches, mesh.cp)
         off_node = {}
         if graph.dispatches_items and mesh.exchange == "all_to_all" and graph.world_size > ranks_per_node:
             element_bytes = ELEMENT_BYTES[self._context.precision]

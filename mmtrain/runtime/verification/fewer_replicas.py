@@ -1,5 +1,6 @@
 """Cut a plan to fewer replica groups, so that a plan for many GPUs can be tried with the processes of one machine."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -8,6 +9,7 @@ from mmtrain.models.shapes.model_shape import ModelShape
 from mmtrain.planning.artifact.layout import MeshSize
 from mmtrain.planning.artifact.plan import Plan
 from mmtrain.planning.artifact.plan_graph import stage_graph
+from mmtrain.program.ir.graph import LLM
 from mmtrain.program.ir.symmetry import symmetry
 
 MAX_GROUPS = 2  # of a plan that is cut: a third one is reduced and gathered as the second is
@@ -33,7 +35,8 @@ class CutPlan:
             "replica groups, which all run the same program",
         )
         if self.plan.shard is not None:
-            left, planned, parts = left // self.plan.shard, planned // self.plan.shard, "copies of the weights"
+            cp, shard = self.plan.units[LLM].cp, self.plan.shard
+            left, planned, parts = left * cp // shard, planned * cp // shard, "copies of the weights"
         ranks = f"{self.plan.world_size} of the plan's {self.num_planned_ranks} ranks"
         note = f"Cut to {ranks}: {left} of its {planned} {parts}."
         if left > 1:
@@ -67,7 +70,7 @@ def cut_replicas(plan: Plan, shape: ModelShape, limit: RankLimit) -> CutPlan:
     num_groups = graph.num_groups
     if plan.world_size <= limit.ranks:
         return CutPlan(plan, num_groups, num_groups, plan.world_size)
-    inseparable = plan.shard or 1  # replica groups that hold one copy of the weights together
+    inseparable = _groups_per_copy(plan)
     ranks_together = plan.world_size // num_groups * inseparable
     kept_groups = min(limit.ranks // ranks_together, MAX_GROUPS) * inseparable
     if kept_groups == 0:
@@ -77,6 +80,12 @@ def cut_replicas(plan: Plan, shape: ModelShape, limit: RankLimit) -> CutPlan:
     new_ranks = {rank: i for i, rank in enumerate(kept_ranks)}
     cut = _with_ranks(plan, new_ranks, num_groups, kept_groups)
     return CutPlan(cut, kept_groups, num_groups, plan.world_size)
+
+
+def _groups_per_copy(plan: Plan) -> int:
+    """Return how many replica groups hold whole copies of the weights together, at least one copy."""
+    cp = plan.units[LLM].cp  # replicas of a group
+    return 1 if plan.shard is None else plan.shard // math.gcd(plan.shard, cp)
 
 
 def _why_not(plan: Plan, ranks_together: int, limit: RankLimit) -> str:
