@@ -48,6 +48,27 @@ def test_any_plan_trains_on_what_behaves_like_nccl(case: str) -> None:
     assert_equals_one_process(settings, wanted, timeout=TIMEOUT_S, train=train_eagerly)
 
 
+# Sharded passes are collectives of all ranks, and features go between them by messages of those that share sequences.
+SHARDED: dict[str, tuple[int, dict[str, Mesh]]] = {
+    "cp": (2, {"vision": Mesh((), (0, 1, 2, 3), dp=4), "llm": Mesh((), (0, 1, 2, 3), dp=2, cp=2, split="even")}),
+    "tp and cp": (
+        2,
+        {
+            "vision": Mesh((), (0, 1, 2, 3), dp=2, tp=2),
+            "llm": Mesh((), (0, 1, 2, 3), cp=2, tp=2, sp=True, split="even"),
+        },
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SHARDED)
+def test_sharded_ranks_that_share_sequences_train_on_what_behaves_like_nccl(case: str) -> None:
+    (shard, meshes), settings = SHARDED[case], recipe()
+    wanted = plan(settings, shard=shard, dispatch="none", **meshes)
+    assert_equals_one_process(settings, wanted, timeout=TIMEOUT_S, train=train_eagerly)
+
+
 # Ranks enter their channels in different orders: the first five as the master test has them, the others with one
 # microbatch a replica, where nearly every plan does.
 _OF_THE_MASTER_TEST = (
