@@ -179,7 +179,9 @@ def rank_memory(
     computed = [stage for stage in held if stage.is_computed]
     buffers = max((stage_working_bytes(stage, costs, precision) for stage in computed), default=0)
     gathered = (
-        gathered_bytes(layer, precision, stage.tp, stage.keeps_weights) for stage in computed for layer in stage.gathered
+        gathered_bytes(layer, precision, stage.tp, stage.keeps_weights)
+        for stage in computed
+        for layer in stage.gathered
     )
     buffers += max(gathered, default=0)
     buffers += sum(stage.held_features * feature_bytes(stage, precision) for stage in held)
