@@ -108,6 +108,15 @@ class SimGraph:
         return launched
 
     @cached_property
+    def awaits(self) -> Mapping[int, tuple[int, ...]]:
+        """By task: the asynchronous collectives for whose end it waits on some sim rank."""
+        awaits: dict[int, list[int]] = {}
+        for collective, waiting in self.awaited_by.items():
+            for task in waiting:
+                awaits.setdefault(task, []).append(collective)
+        return {task: tuple(collectives) for task, collectives in awaits.items()}
+
+    @cached_property
     def is_compute(self) -> tuple[bool, ...]:
         """By task: whether it runs on compute streams; collectives occupy the others."""
         return tuple([task is not None and isinstance(task.action, Compute) for task in self.tasks])

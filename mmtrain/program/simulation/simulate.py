@@ -163,14 +163,16 @@ def _bubbles(
     """Return the idle seconds of a rank. tp_wait: of a pass, waiting inside its layers; None where no unit has tp."""
     tasks = graph.tasks_by_rank[sim_rank]
     account = BubbleAccount(graph.num_forwards[sim_rank])
-    awaited: dict[int, list[Interval]] = {}
-    for collective, _ in graph.launched_by(sim_rank):
-        for waiting in graph.awaited_by.get(collective, ()):
-            awaited.setdefault(waiting, []).append((times.started[collective], times.ended[collective]))
+    launched = {collective for collective, _ in graph.launched_by(sim_rank)}
     for number, task in tasks:
+        awaited: list[Interval] = [
+            (times.started[collective], times.ended[collective])
+            for collective in graph.awaits.get(number, ())
+            if collective in launched
+        ]
         start_s, action = times.started[number], task.action
         wait_s = tp_wait(action) if tp_wait is not None and isinstance(action, Compute) else 0.0
-        account.add(action, start_s, times.ended[number] - start_s, awaited.get(number, ()), wait_s)
+        account.add(action, start_s, times.ended[number] - start_s, awaited, wait_s)
     account.close(step_time_s)
     return account.bubbles
 
