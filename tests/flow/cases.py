@@ -139,6 +139,7 @@ class Mesh:
     method: ContextMethod = "ulysses"
     split: CutSequences = "auto"
     tp_chunks: int = 1
+    bucket_parameters: int | None = 1  # replicas reduce the gradients of every layer by themselves
 
 
 Order = dict[int, tuple[str, ...]]
@@ -174,6 +175,7 @@ def plan(
             cp_method=mesh.method if mesh.cp > 1 else None,
             cp_split=mesh.split if mesh.cp > 1 else None,
             tp_chunks=mesh.tp_chunks,
+            bucket_parameters=mesh.bucket_parameters,
             shard=shard,
             dispatch=dispatch,
             keeps_weights=shard is not None and settings.parallel.zero == 2,

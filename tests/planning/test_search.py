@@ -41,6 +41,11 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "merged": ({"parallel": {"vision": {"num_microbatches": 2}}}, "cpu-core"),
     "split": ({"parallel": {"vision": {"num_microbatches": 16}}}, "h100-80g"),
     "recomputed": ({"parallel": {"llm": {"recompute": "all"}}}, "cpu-core"),
+    "small_buckets": (
+        {"parallel": {"bucket_parameters": 1, "llm": {"recompute": "all"}}, "cluster": {"ranks_per_node": 1}},
+        "h100-80g",
+    ),
+    "buckets_of_some_layers": ({"parallel": {"bucket_parameters": 300_000}}, "cpu-core"),
 }
 
 

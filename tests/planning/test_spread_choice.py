@@ -46,7 +46,8 @@ def test_estimates_bound_the_simulator_where_ranks_are_uneven() -> None:
 def pair_of(layers: float) -> tuple[Evaluator, list[Candidate]]:
     """Simulate a large LLM on slow links: tensor-parallel ranks meet in every layer, data-parallel ones once a step."""
     llm = {"hidden": 1024, "ffn": 4096, "heads": 8, "vocab": 32_000}
-    problem = uneven(0.0, layers, gb_per_s=80.0, vision=None, llm=llm, global_batch=4)
+    parallel = {"bucket_parameters": 1_000_000_000}  # nothing hides what data-parallel ranks exchange
+    problem = uneven(0.0, layers, gb_per_s=80.0, vision=None, llm=llm, parallel=parallel, global_batch=4)
     evaluator = Evaluator(problem)
     candidates = []
     for mesh in (MeshSize(4, 1, 1), MeshSize(1, 1, 4)):

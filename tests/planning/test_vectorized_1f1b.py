@@ -11,7 +11,7 @@ from mmtrain.program import build_1f1b, simulate
 from mmtrain.program.ir.actions import Compute, Forward, Pass
 from mmtrain.program.ir.graph import StageGraph, StageId
 from mmtrain.program.schedules.lower import lower
-from tests.program.graphs import Unit, chain, graphs
+from tests.program.graphs import Unit, chain, graphs_of_one_bucket
 from tests.program.timings import Seconds
 
 
@@ -52,7 +52,7 @@ def holds(graph: StageGraph) -> None:
     )
 
 
-@given(graphs())
+@given(graphs_of_one_bucket(max_n=4, max_dp=3))
 def test_ranks_end_when_the_program_does(graph: StageGraph) -> None:
     if graph.num_groups == 1 and all(mesh.tp == 1 for mesh in graph.meshes):
         holds(graph)

@@ -1,5 +1,6 @@
 """Stage graphs for tests: chains of units on ranks, and a hypothesis strategy over many of them."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from hypothesis import strategies as st
@@ -68,8 +69,26 @@ def counts(draw: st.DrawFn, max_n: int) -> int:
 def graphs(draw: st.DrawFn, max_n: int = 4, max_dp: int = 3) -> StageGraph:
     """Draw text-only, unified, disaggregated and overlapping graphs with encoders, a generator and frozen stages.
 
-    Units may have microbatches of their own number.
+    Units may have microbatches of their own number, and stages one bucket for each of their two layers.
     """
+    graph = draw(graphs_of_one_bucket(max_n, max_dp))
+    return with_buckets(graph, {s.id for s in graph.stages if draw(st.booleans())})
+
+
+def with_buckets(graph: StageGraph, stages: Collection[StageId] | None = None) -> StageGraph:
+    """Return the graph with a bucket for each layer of some stages, or of all."""
+    return replace(
+        graph,
+        stages=tuple(
+            replace(s, bucket_starts=tuple(range(s.layers[1] - s.layers[0]))) if stages is None or s.id in stages else s
+            for s in graph.stages
+        ),
+    )
+
+
+@st.composite
+def graphs_of_one_bucket(draw: st.DrawFn, max_n: int, max_dp: int) -> StageGraph:
+    """Draw what `graphs` does, each stage with one bucket."""
     n = draw(st.integers(1, max_n))
     tied = draw(st.booleans())
     small = st.integers(1, 2)

@@ -191,7 +191,7 @@ class Interpreter:
                 return tp_group(stage, mb)
             case Share(edge, mb, payload):
                 return tp_group(edge.dst if payload == "activation" else edge.src, mb)
-            case ReduceGrads(unit, _) | GatherParams(unit, _):
+            case ReduceGrads(unit) | GatherParams(unit):
                 mine = [s for s in self.graph.stages if s.id.unit == unit and any(rank in x for x in s.tp_groups)]
                 same = (
                     x[k] for s in mine for y in s.tp_groups if rank in y for k in [y.index(rank)] for x in s.tp_groups
@@ -221,7 +221,7 @@ class Interpreter:
         return [
             state.ended.get(a)
             for a in begun
-            if isinstance(a, GatherParams) and action.stage in self._chunks(rank, a.unit).get(a.chunk, [])
+            if isinstance(a, GatherParams) and self.runs_any(action, self.buckets(rank, a.unit).get(_number(a), set()))
         ]
 
     def _pieces_time(self, rank: int, action: Action) -> float | None:
@@ -300,17 +300,21 @@ class Interpreter:
         wrong = False
         if isinstance(action, Forward | Backward | Partial):
             wrong = any(
-                isinstance(a, GatherParams) and action.stage in self._chunks(rank, a.unit)[a.chunk] for a in later
+                isinstance(a, GatherParams) and self.runs_any(action, self.buckets(rank, a.unit)[_number(a)])
+                for a in later
             )
         if isinstance(action, Partial):
             wrong |= self._part(state, action)
         match action:
             case Backward(stage, mb):
                 wrong |= Forward(stage, mb) not in state.did
-            case ReduceGrads(unit, chunk):
-                stages = self._chunks(rank, unit).get(chunk, [])
-                wrong = any(_is_backward(a) and a.stage in stages for a in later)
-                wrong |= any(s in self._tied() for s in stages) and any(isinstance(a, ReduceShared) for a in later)
+            case ReduceGrads(unit):
+                layers = self.buckets(rank, unit).get(_number(action), set())
+                ends = self._tied_layers()
+                wrong = any(layer in ends for layer in layers) and any(isinstance(a, ReduceShared) for a in later)
+                if ends and ends[0] in layers and self._holds(rank, ends[-1][0]):  # the only copy of the matrix
+                    layers = layers | {ends[-1]}
+                wrong |= any(_is_backward(a) and self.runs_any(a, layers) for a in later)
             case ReduceShared():
                 wrong = any(_is_backward(a) and a.stage in self._tied() for a in later)
             case Step():
@@ -322,13 +326,34 @@ class Interpreter:
         llm = [s.id for s in self.graph.stages if s.id.unit == "llm"]
         return [llm[0], llm[-1]] if self.graph.tied_embeddings else []
 
-    def _chunks(self, rank: int, unit: str) -> dict[int, list[StageId]]:
-        """Return the stages whose gradients the rank reduces together: one after another, or all if two are tied."""
+    def _tied_layers(self) -> list[tuple[StageId, int]]:
+        """Return the first and the last layer that read the tied matrix, each as its stage and its number in it."""
+        if not self._tied():
+            return []
+        first, last = self._tied()
+        return [(first, 0), (last, self._num_layers(last) - 1)]
+
+    def _holds(self, rank: int, stage: StageId) -> bool:
+        return any(rank in tp_group for tp_group in self.graph.stage(stage).tp_groups)
+
+    def buckets(self, rank: int, unit: str) -> dict[tuple[int, int], set[tuple[StageId, int]]]:
+        """Return the layers whose gradients the rank reduces together, by chunk and number of the bucket."""
         held = [s for s in self.graph.stages if s.id.unit == unit and any(rank in x for x in s.tp_groups)]
-        ids = [s.id for s in held]
-        if unit == "llm" and len(ids) > 1 and self._tied() and set(self._tied()) <= set(ids):
-            return {0: ids}
-        return {k: [s.id] for k, s in enumerate(held) if s.trainable}
+        buckets = defaultdict(set)
+        for chunk, stage in enumerate(held):
+            for layer in range(self._num_layers(stage.id)):
+                if stage.trainable:
+                    number = sum(start <= layer for start in stage.bucket_starts) - 1
+                    buckets[chunk, number].add((stage.id, layer))
+        return dict(buckets)
+
+    def runs_any(self, action: Forward | Backward | Partial, layers: set[tuple[StageId, int]]) -> bool:
+        """Return whether the action runs one of the layers, or a piece of one."""
+        segments = list(range(self._num_layers(action.stage)))
+        if isinstance(action, Partial):
+            pieces = self.graph.stage(action.stage).pieces or [1] * len(segments)
+            segments = [layer for layer, count in enumerate(pieces) for _ in range(count)][action.lo : action.hi]
+        return any((action.stage, layer) in layers for layer in segments)
 
     def _layers_of(self, part: Partial) -> list[int]:
         layers = list(range(part.lo, part.hi))
@@ -363,8 +388,8 @@ class Interpreter:
                         expected.append(Backward(stage.id, mb))
                 if stage.trainable:
                     trained.add(stage.id.unit)
-        chunks = [(unit, chunk) for unit in trained for chunk in self._chunks(rank, unit)]
-        expected += [Step(), *(kind(*chunk) for chunk in chunks for kind in (ReduceGrads, GatherParams))]
+        buckets = [(unit, *number) for unit in trained for number in self.buckets(rank, unit)]
+        expected += [Step(), *(kind(*bucket) for bucket in buckets for kind in (ReduceGrads, GatherParams))]
         llm = [s for s in self.graph.stages if s.id.unit == "llm"]
         two_copies = llm[0].tp_groups != llm[-1].tp_groups if llm else False
         if self.graph.tied_embeddings and two_copies and llm[0].trainable and llm[-1].trainable:
@@ -377,6 +402,10 @@ class Interpreter:
 
 def _made_of(part: Partial) -> Forward | Backward:
     return Forward(part.stage, part.mb) if part.kind == "F" else Backward(part.stage, part.mb)
+
+
+def _number(collective: ReduceGrads | GatherParams) -> tuple[int, int]:
+    return collective.chunk, collective.bucket
 
 
 def _is_backward(action: Action) -> bool:

@@ -100,8 +100,8 @@ def precedences(program: Program, timing: object) -> Precedences:
                 if isinstance(begun, ReduceGrads):
                     is_awaited = isinstance(action, Step)
                 else:
-                    stages = interpreter._chunks(rank, begun.unit)[begun.chunk]
-                    is_awaited = isinstance(action, Compute) and action.stage in stages
+                    layers = interpreter.buckets(rank, begun.unit)[begun.chunk, begun.bucket]
+                    is_awaited = isinstance(action, Compute) and interpreter.runs_any(action, layers)
                 result.before[node] |= {awaited} if is_awaited else set()
             last = node
             if isinstance(action, Partial) and graph.stage(action.stage).pieces:

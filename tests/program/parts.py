@@ -40,14 +40,27 @@ def filled_programs(draw: st.DrawFn, max_n: int = 3) -> Program:
 
 def deeper(graph: StageGraph, num_layers: int) -> StageGraph:
     """Return the same graph with `num_layers` layers in every stage."""
-    stages = (replace(s, layers=(s.id.index * num_layers, (s.id.index + 1) * num_layers)) for s in graph.stages)
+    stages = (
+        replace(
+            s,
+            layers=(s.id.index * num_layers, (s.id.index + 1) * num_layers),
+            bucket_starts=tuple(start for start in s.bucket_starts if start < num_layers),
+        )
+        for s in graph.stages
+    )
     return replace(graph, stages=tuple(stages))
 
 
 def in_pieces(graph: StageGraph) -> StageGraph:
     """Return the same graph with one layer in every stage, in as many pieces as the stage had layers."""
     stages = (
-        replace(s, layers=(s.id.index, s.id.index + 1), pieces=(s.layers[1] - s.layers[0],)) for s in graph.stages
+        replace(
+            s,
+            layers=(s.id.index, s.id.index + 1),
+            pieces=(s.layers[1] - s.layers[0],),
+            bucket_starts=(0,),
+        )
+        for s in graph.stages
     )
     return replace(graph, stages=tuple(stages))
 

@@ -25,7 +25,7 @@ from mmtrain.program import (
     lower,
     simulate,
 )
-from tests.program.graphs import Unit, chain
+from tests.program.graphs import Unit, chain, with_buckets
 
 
 class Table:
@@ -267,7 +267,7 @@ def test_collectives_of_a_chunk_overlap_with_the_work_of_others() -> None:
     """Two chunks on one rank, one microbatch: F 1 s, B 2 s each; a reduction takes 3 s, the step 1, a gather 3.
 
     Gathers until 3 and 6, forwards 3-4 and 6-7, the backward of chunk 1 until 9 and of chunk 0 until 11; reductions
-    9-12 and 12-15. If the chunks hold one matrix, both are gathered together, until 3, and reduced together, 9-12.
+    9-12 and 12-15. Nothing differs if the chunks hold one matrix: it is reduced with its first layer.
     """
     slow = {ReduceGrads: 3.0, GatherParams: 3.0, Step: 1.0}
     graph = chain(Unit("llm", num_stages=2), n=1)
@@ -278,8 +278,59 @@ def test_collectives_of_a_chunk_overlap_with_the_work_of_others() -> None:
     assert timeline.step_time_s == 16.0
     tied = replace(graph, tied_embeddings=True)
     timeline = simulate(build_program(tied), Table(tied, LLM, collectives=slow))
-    assert [s.start_s for s in timeline.spans if s.action == ReduceGrads("llm", 0)] == [9.0]
-    assert timeline.step_time_s == 13.0
+    assert timeline.step_time_s == 16.0
+
+
+def test_reductions_overlap_with_the_backward_of_the_layers_before() -> None:
+    """One chunk of two layers, a bucket each, two microbatches: F 1 s, B 2 s a layer; collectives take 3 s, the step 1.
+
+    Gathers end at 3 and 6, the first forward runs 3-4 and 6-7 and the next 7-9 (1F1B: F0 B0 F1 B1). B0 7-11, F1 11-13;
+    B1 of the last layer 13-15, of the first 15-17. Reductions 15-18 and 18-21, then the optimizer. In one bucket the
+    gather of 6 ends first, and the reduction of 6 starts at 18.
+    """
+    slow = {ReduceGrads: 3.0, GatherParams: 3.0, Step: 1.0}
+    seconds = {"llm": {"F": 1.0, "B": 2.0}}
+    graph = with_buckets(chain(Unit("llm"), n=2))
+    timeline = simulate(build_program(graph), Table(graph, seconds, collectives=slow))
+    spans = [(action_to_text(s.action), s.start_s, s.start_s + s.duration_s) for s in timeline.spans]
+    assert sorted(spans, key=lambda span: (span[1], span[2])) == [
+        ("GP llm 0", 0, 3),
+        ("PF llm.0 llm:0.0 0:1", 3, 4),
+        ("GP llm 0 1", 3, 6),
+        ("PF llm.0 llm:0.0 1:2", 6, 7),
+        ("B llm.0 llm:0.0", 7, 11),
+        ("F llm.0 llm:0.1", 11, 13),
+        ("PB llm.0 llm:0.1 1:2", 13, 15),
+        ("PB llm.0 llm:0.1 0:1", 15, 17),
+        ("RS llm 0 1", 15, 18),
+        ("RS llm 0", 18, 21),
+        ("STEP", 21, 22),
+    ]
+    assert timeline.bubbles[0]["dp_gather"] == 3 + 2
+    assert timeline.bubbles[0]["dp_reduce"] == 4 + 1
+    assert timeline.bubbles[0]["tp"] == 0
+    assert timeline.step_time_s == 22.0
+    slower = {ReduceGrads: 6.0, GatherParams: 6.0, Step: 1.0}
+    whole = simulate(build_program(chain(Unit("llm"), n=2)), Table(graph, seconds, collectives=slower))
+    assert whole.step_time_s == 6 + 2 * 6 + 6 + 1
+
+
+def test_a_stage_in_pieces_and_what_an_order_cuts_stay_as_they_are() -> None:
+    """Their reductions start behind the first of their tasks that ends a bucket."""
+    graph = with_buckets(chain(Unit("llm"), n=1))
+    in_pieces = replace(graph, stages=tuple(replace(s, pieces=(2, 2)) for s in graph.stages))
+    [whole] = build_program(in_pieces).actions.values()
+    assert [action_to_text(a) for a in whole][:3] == ["GP llm 0", "GP llm 0 1", "F llm.0 llm:0.0"]
+    assert [action_to_text(a) for a in whole][-4:] == ["B llm.0 llm:0.0", "RS llm 0 1", "RS llm 0", "STEP"]
+    order = {0: ("F llm.0 llm:0.0", "PB llm.0 llm:0.0 3:4", "PB llm.0 llm:0.0 2:3", "PB llm.0 llm:0.0 0:2")}
+    [cut] = build_program(in_pieces, kind="explicit", order=order).actions.values()
+    assert [action_to_text(a) for a in cut][-5:] == [
+        "PB llm.0 llm:0.0 2:3",
+        "RS llm 0 1",
+        "PB llm.0 llm:0.0 0:2",
+        "RS llm 0",
+        "STEP",
+    ]
 
 
 def test_work_in_a_gap_ends_before_its_host() -> None:

@@ -154,9 +154,9 @@ def test_the_chunk_that_holds_shared_weights_is_reduced_after_them():
     ]
     after_last_backward = last[max(k for k, a in enumerate(last) if isinstance(a, Backward)) :]
     assert [a for a in after_last_backward if isinstance(a, kinds)] == [
+        ReduceGrads("llm", 0),  # before what holds the rank
         ReduceShared("embeddings"),
         ReduceGrads("llm", 1),
-        ReduceGrads("llm", 0),
     ]
 
 

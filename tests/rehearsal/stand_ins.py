@@ -228,8 +228,8 @@ class StandInOptimizer:
 
     def __init__(self, rehearsal: Rehearsal, groups: ProcessGroups) -> None:
         self._rehearsal, self._groups = rehearsal, groups
-        self._gathered_s: dict[tuple[str, int], float] = {}  # when parameters are there, by unit and chunk
-        self._reached_s: dict[tuple[str, int], float] = {}  # when the rank reached a reduction, by unit and chunk
+        self._gathered_s: dict[tuple[str, int, int], float] = {}  # when parameters are there, by unit, chunk and bucket
+        self._reached_s: dict[tuple[str, int, int], float] = {}  # when the rank reached a reduction, by the same
 
     def zero_grad(self) -> None:
         """See `StepOptimizer`."""
@@ -239,9 +239,9 @@ class StandInOptimizer:
         assert self._groups.tied_embeddings is not None
         _run_collective(self._rehearsal, ReduceShared(EMBEDDINGS), self._groups.tied_embeddings)
 
-    def reduce_grads(self, unit: str, chunk: int) -> None:
+    def reduce_grads(self, unit: str, chunk: int, bucket: int) -> None:
         """See `StepOptimizer`."""
-        self._reached_s[unit, chunk] = self._rehearsal.clock.now_s
+        self._reached_s[unit, chunk, bucket] = self._rehearsal.clock.now_s
 
     def finish_reductions(self) -> None:
         """See `StepOptimizer`. Only here ranks tell each other when they reached the reductions: none waits before.
@@ -250,9 +250,10 @@ class StandInOptimizer:
         """
         rehearsal = self._rehearsal
         units = [mesh.unit for mesh in rehearsal.graph.meshes]
-        reached = sorted(self._reached_s.items(), key=lambda item: (units.index(item[0][0]), item[0][1]), reverse=True)
-        for (unit, chunk), reached_s in reached:
-            seconds = rehearsal.timing.collective(rehearsal.rank, ReduceGrads(unit, chunk), ()).seconds
+        for number in sorted(self._reached_s, key=lambda number: (units.index(number[0]), *number[1:]), reverse=True):
+            reached_s = self._reached_s[number]
+            seconds = rehearsal.timing.collective(rehearsal.rank, ReduceGrads(*number), ()).seconds
+            unit = number[0]
             rehearsal.clock.run_async(self._groups.units[unit].dp, reached_s, seconds)
         self._reached_s.clear()
         rehearsal.clock.advance(rehearsal.clock.async_free_s)
@@ -265,16 +266,16 @@ class StandInOptimizer:
         """See `StepOptimizer`."""
         return 0.0, True
 
-    def start_gather(self, unit: str, chunk: int) -> None:
+    def start_gather(self, unit: str, chunk: int, bucket: int) -> None:
         """See `StepOptimizer`. Ranks tell each other at once when they reached it: none has anything to do before."""
         rehearsal, clock = self._rehearsal, self._rehearsal.clock
-        seconds = rehearsal.timing.collective(rehearsal.rank, GatherParams(unit, chunk), ()).seconds
+        seconds = rehearsal.timing.collective(rehearsal.rank, GatherParams(unit, chunk, bucket), ()).seconds
         clock.run_async(self._groups.units[unit].dp, clock.now_s, seconds)
-        self._gathered_s[unit, chunk] = clock.async_free_s
+        self._gathered_s[unit, chunk, bucket] = clock.async_free_s
 
-    def finish_gather(self, unit: str, chunk: int) -> None:
+    def finish_gather(self, unit: str, chunk: int, bucket: int) -> None:
         """See `StepOptimizer`."""
-        self._rehearsal.clock.advance(self._gathered_s[unit, chunk])
+        self._rehearsal.clock.advance(self._gathered_s[unit, chunk, bucket])
 
 
 def _run_collective(rehearsal: Rehearsal, action: Collective, group: dist.ProcessGroup | None) -> None:

@@ -113,7 +113,7 @@ class Sums:
         for param in self.params:
             param.grad = torch.zeros_like(param)
 
-    def reduce_grads(self, chunk: int) -> None:
+    def reduce_grads(self, chunk: int, bucket: int) -> None:
         for param in self.stages[chunk].parameters():
             if param.requires_grad:
                 dist.all_reduce(param.grad, group=self.groups.dp)
@@ -131,10 +131,10 @@ class Sums:
     def count_update(self) -> None:
         """Count nothing."""
 
-    def start_gather(self, chunk: int) -> None:
+    def start_gather(self, chunk: int, bucket: int) -> None:
         """Gather nothing, as no parameter has changed."""
 
-    def finish_gather(self, chunk: int) -> None:
+    def finish_gather(self, chunk: int, bucket: int) -> None:
         """Wait for nothing."""
 
     def gather_params(self) -> None:

@@ -1,8 +1,9 @@
 """ZeRO-1 AdamW over Megatron-core's gradient buffers, for one unit on one rank.
 
 Megatron's `DistributedDataParallel` keeps parameters and gradients in flat buffers, and `DistributedOptimizer` shards
-the update over data-parallel replicas. Three of their defaults are turned off because the program decides: no hook
-starts a reduction, a step does not gather parameters, and nothing is averaged (the loss is already normalized).
+the update over data-parallel replicas. Four of their defaults are turned off because the program decides: buckets are
+those of the program, no hook starts a reduction, a step does not gather parameters, and nothing is averaged (the loss
+is already normalized).
 """
 
 import dataclasses
@@ -24,6 +25,8 @@ from mmtrain.models.optim.clip_factors import ClipFactors, set_clip_factors, sum
 from mmtrain.models.optim.parameter_specs import MOMENTS, NamedShard, ParamSpec, WeightSource
 from mmtrain.recipe.settings.train_settings import OptimizerSettings
 
+BucketNumber = tuple[int, int]  # model chunk, and bucket in it
+
 
 @dataclasses.dataclass(frozen=True)
 class LocalParam:
@@ -37,10 +40,10 @@ class LocalParam:
 class ZeroAdamW:
     """AdamW for the stages of one unit; each data-parallel replica updates its shard of the flat buffers.
 
-    Every model chunk has buffers of its own, so that the gradients of each can be reduced as soon as they are complete.
+    Every bucket has buffers of its own, so that the gradients of each can be reduced as soon as they are complete.
 
     Args:
-        chunks: the unit's stage modules on this rank, those together whose gradients are reduced together.
+        buckets: the unit's parameters on this rank, those together whose gradients are reduced together.
         params: every parameter of the stages, with its plan-independent name and how tensor parallelism splits it.
         groups: the unit's process groups.
         device: where the parameters are.
@@ -51,7 +54,7 @@ class ZeroAdamW:
 
     def __init__(
         self,
-        chunks: Sequence[nn.ModuleList],
+        buckets: Mapping[BucketNumber, Sequence[nn.Parameter]],
         params: Mapping[nn.Parameter, LocalParam],
         groups: ParallelGroups,
         device: torch.device,
@@ -68,9 +71,9 @@ class ZeroAdamW:
         if self._trained:
             with optimizer_scope(device):
                 self._buffers = {
-                    number: _buffers(chunk, groups)
-                    for number, chunk in enumerate(chunks)
-                    if any(p.requires_grad for p in chunk.parameters())
+                    number: _buffers(of_bucket, groups)
+                    for number, of_bucket in buckets.items()
+                    if any(p.requires_grad for p in of_bucket)
                 }
                 # With autograd the fp32 shards would be views with a history, and reading their `.grad` would warn.
                 with torch.no_grad():
@@ -92,19 +95,20 @@ class ZeroAdamW:
         tied = [p for p in self._trained if self._params[p].tied]
         return tied[0].main_grad if tied else None  # type: ignore[attr-defined]
 
-    def reduce_grads(self, chunk: int) -> None:
-        """Start to sum the gradients of a chunk over the replicas; `finish_reduction` waits for the result.
+    def reduce_grads(self, chunk: int, bucket: int) -> None:
+        """Start to sum the gradients of a bucket over the replicas; `finish_reduction` waits for the result.
 
-        The reduction overlaps with what this rank still computes. Before it starts, the TP group sums the
-        gradients of weights that saw only a shard of the tokens on each rank; this blocks.
+        The reduction overlaps with what this rank still computes.
         """
-        self._reduce_sequence_parallel_grads(chunk)
         if self._groups.dp_size > 1:
-            self._buffers[chunk].start_grad_sync()
+            self._buffers[chunk, bucket].start_grad_sync()
 
-    def _reduce_sequence_parallel_grads(self, chunk: int) -> None:
-        trained = [p for p in self._buffers[chunk].parameters() if p.requires_grad]
-        partial = [p.main_grad for p in trained if getattr(p, "sequence_parallel", False)]
+    def _reduce_sequence_parallel_grads(self) -> None:
+        """Sum over the TP group the gradients of weights that saw only a shard of the tokens on each rank.
+
+        The group's ranks hold the same shards of them, so each sums what it needs, once for all buckets.
+        """
+        partial = [p.main_grad for p in self._trained if getattr(p, "sequence_parallel", False)]  # type: ignore[attr-defined]
         if not partial:
             return
         total = torch.cat([gradient.flatten() for gradient in partial])
@@ -118,6 +122,7 @@ class ZeroAdamW:
         if self._trained and self._groups.dp_size > 1:
             for buffers in self._buffers.values():
                 buffers.finish_grad_sync()
+        self._reduce_sequence_parallel_grads()
 
     def grad_sq_sum(self) -> Tensor:
         """Return the sum of squares (float64) of the gradient elements that are counted on this rank."""
@@ -146,20 +151,20 @@ class ZeroAdamW:
         if self._trained and isinstance(self._optimizer.optimizer, Bf16MomentsAdamW):
             self._optimizer.optimizer.num_updates += 1
 
-    def start_gather(self, chunk: int) -> None:
-        """Start to gather a chunk's parameters from the shards of all replicas; `finish_gather` waits for them."""
+    def start_gather(self, chunk: int, bucket: int) -> None:
+        """Start to gather a bucket's parameters from the shards of all replicas; `finish_gather` waits for them."""
         if self._groups.dp_size > 1:
-            for bucket in _buckets(self._buffers[chunk]):
-                bucket.start_param_sync()
+            for group in _bucket_groups(self._buffers[chunk, bucket]):
+                group.start_param_sync()
 
-    def finish_gather(self, chunk: int) -> None:
-        """Wait until a chunk's parameters are gathered."""
+    def finish_gather(self, chunk: int, bucket: int) -> None:
+        """Wait until a bucket's parameters are gathered."""
         if self._groups.dp_size > 1:
-            for bucket in _buckets(self._buffers[chunk]):
-                bucket.finish_param_sync(skip_next_bucket_dispatch=True)
+            for group in _bucket_groups(self._buffers[chunk, bucket]):
+                group.finish_param_sync(skip_next_bucket_dispatch=True)
 
     def gather_params(self) -> None:
-        """Gather the updated parameters of all chunks from the shards of all replicas."""
+        """Gather the updated parameters of all buckets from the shards of all replicas."""
         if self._trained and self._groups.dp_size > 1:
             for buffers in self._buffers.values():
                 buffers.start_param_sync(force_sync=True)
@@ -250,7 +255,8 @@ class ZeroAdamW:
                 state[moment] = torch.zeros_like(shard, dtype=dtype)
 
 
-def _buffers(chunk: nn.ModuleList, groups: ParallelGroups) -> DistributedDataParallel:
+def _buffers(params: Sequence[nn.Parameter], groups: ParallelGroups) -> DistributedDataParallel:
+    """Return the buffers of one bucket."""
     # Megatron reads only `calculate_per_token_loss` of this config: it turns off averaging over replicas.
     config = TransformerConfig(
         num_layers=1, hidden_size=1, num_attention_heads=1, calculate_per_token_loss=True, **no_cuda_graphs()
@@ -258,20 +264,21 @@ def _buffers(chunk: nn.ModuleList, groups: ParallelGroups) -> DistributedDataPar
     buffers = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=False, overlap_param_gather=False
     )
-    layout = param_layout(chunk, groups.dp_size, buffers)
-    ddp = DistributedDataParallel(config, buffers, chunk, pg_collection=groups.collection(), **layout)
-    for bucket in _buckets(ddp):
+    holder = nn.ParameterList(params)
+    layout = param_layout(holder, groups.dp_size, buffers)
+    ddp = DistributedDataParallel(config, buffers, holder, pg_collection=groups.collection(), **layout)
+    for group in _bucket_groups(ddp):
         # Set here, not in `buffers`: collectives must overlap with compute, but no hook may start or await them.
-        bucket.ddp_config = dataclasses.replace(buffers, overlap_grad_reduce=True, overlap_param_gather=True)
+        group.ddp_config = dataclasses.replace(buffers, overlap_grad_reduce=True, overlap_param_gather=True)
     return ddp
 
 
-def _buckets(ddp: DistributedDataParallel) -> tuple[Any, ...]:
+def _bucket_groups(ddp: DistributedDataParallel) -> tuple[Any, ...]:
     return (*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups)
 
 
 def _optimizer(
-    chunks: list[DistributedDataParallel],
+    buckets: list[DistributedDataParallel],
     params: list[nn.Parameter],
     groups: ParallelGroups,
     settings: OptimizerSettings,
@@ -297,8 +304,8 @@ def _optimizer(
         config,
         grad_scaler=None,
         init_state_fn=None,
-        model_chunks=chunks,
-        per_model_buffers={number: chunk.buffers for number, chunk in enumerate(chunks)},
+        model_chunks=buckets,
+        per_model_buffers={number: bucket.buffers for number, bucket in enumerate(buckets)},
         data_parallel_group=groups.dp,
         data_parallel_group_gloo=None,
         data_parallel_group_idx=0,

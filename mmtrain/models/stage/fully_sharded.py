@@ -258,7 +258,7 @@ class FullyShardedAdamW:
         """Return None: a rank holds both ends of the LLM, and one matrix for them."""
         return None
 
-    def reduce_grads(self, chunk: int) -> None:
+    def reduce_grads(self, chunk: int, bucket: int) -> None:
         """Do nothing: the backward reduces gradients."""
 
     def finish_reduction(self) -> None:
@@ -307,10 +307,10 @@ class FullyShardedAdamW:
         if isinstance(self._adam, Bf16MomentsAdamW):
             self._adam.num_updates += 1
 
-    def start_gather(self, chunk: int) -> None:
+    def start_gather(self, chunk: int, bucket: int) -> None:
         """Do nothing: passes gather parameters."""
 
-    def finish_gather(self, chunk: int) -> None:
+    def finish_gather(self, chunk: int, bucket: int) -> None:
         """Do nothing: passes gather parameters."""
 
     def gather_params(self) -> None:

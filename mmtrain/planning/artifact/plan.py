@@ -68,6 +68,8 @@ class UnitPlan(_Frozen):
     cp_split: CutSequences | None = None
     # Chunks of tokens in the linears of blocks: the TP group communicates one while it computes another.
     tp_chunks: int = Field(1, ge=1)
+    # Fewest parameters of a bucket of layers whose gradients replicas reduce together; None: see `gradient_buckets`.
+    bucket_parameters: int | None = Field(None, ge=1)
     recompute_activation_function: bool = False  # blocks compute the activation functions of their MLPs again
     offload: OffloadMode = "none"  # what blocks listed as recomputed keep in host memory; with `all` they are not
     ranks: tuple[int, ...]

@@ -1,8 +1,9 @@
 """Build the stage graph of a plan, from which programs are built, checked, simulated and executed."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 
+from mmtrain.costs.gradient_buckets import bucket_starts, reduced_parameters
 from mmtrain.models.shapes.model_shape import (
     ModelShape,
     num_pieces,
@@ -69,7 +70,11 @@ def build_stage_graph(
         )
         for name, unit in ((unit_shape.name, units[unit_shape.name]) for unit_shape in shape.units)
     )
-    stages = tuple(stage for mesh in meshes for stage in _stages(mesh, units[mesh.unit], shape))
+    stages = tuple(
+        stage
+        for mesh in meshes
+        for stage in _with_buckets(_stages(mesh, units[mesh.unit], shape), units[mesh.unit], mesh.unit, shape)
+    )
     if encoder_first:
         stages = tuple(replace(stage, reruns_forward=_keeps_too_much(stage, shape)) for stage in stages)
     return StageGraph(meshes, stages, tuple(_edges(units, shape)), shape.tied_embeddings, encoder_first)
@@ -124,6 +129,17 @@ def _stages(mesh: UnitMesh, unit: UnitPlan, shape: ModelShape) -> Iterator[Stage
             recompute=frozenset(stage.recompute),
             sp=unit.sp and unit.tp > 1,
         )
+
+
+def _with_buckets(stages: Iterable[Stage], unit: UnitPlan, name: str, shape: ModelShape) -> Iterator[Stage]:
+    """Yield the stages of a unit with the buckets in which replicas reduce its gradients; a U-Net is never cut."""
+    if unit.num_replicas == 1 or unit.shard is not None or not shape.unit(name).is_splittable:
+        yield from stages
+        return
+    trained = reduced_parameters(shape, name, unit.tp, unit.pp)
+    for stage in stages:
+        starts = bucket_starts(trained[slice(*stage.layers)], unit.num_replicas, unit.bucket_parameters)
+        yield replace(stage, bucket_starts=starts) if len(starts) > 1 else stage
 
 
 def _edges(units: Mapping[str, UnitPlan], shape: ModelShape) -> Iterator[Edge]:

@@ -115,6 +115,7 @@ def colocated_layout(
             vpp=size.vpp,
             sp=layer_costs.has_sp(unit, size.tp),
             tp_chunks=layer_costs.num_chunks(unit, size.tp),
+            bucket_parameters=layer_costs.bucket_parameters,
             ranks=_ranks_on_llm(size, llm),
             stages=stages,
         )

@@ -168,9 +168,13 @@ class _MeanTiming(PrecomputedTiming):
 
 
 def _without_encoders(graph: StageGraph) -> StageGraph:
-    """Return a graph without encoders; its stages keep their backwards where only an encoder before them trains."""
+    """Return a graph without encoders; its stages keep their backwards where only an encoder before them trains.
+
+    Its passes are whole: none is cut between buckets of layers.
+    """
     rest = graph.only({mesh.unit for mesh in graph.meshes}.difference(graph.encoders))
-    return replace(rest, stages=tuple(replace(s, trainable=graph.needs_backward(s.id)) for s in rest.stages))
+    stages = (replace(s, trainable=graph.needs_backward(s.id), bucket_starts=(0,)) for s in rest.stages)
+    return replace(rest, stages=tuple(stages))
 
 
 def delay_forwards(graph: StageGraph, spans: Sequence[Span]) -> dict[Pass, float]:

@@ -23,9 +23,11 @@ from mmtrain.planning.space.budget import DEFAULT_BUDGET, EvaluationBudget
 from mmtrain.planning.space.candidate import Simulation
 from mmtrain.planning.space.recently_used import RecentlyUsed
 from mmtrain.planning.space.sample_batches import batch_split_of
-from mmtrain.program.ir.actions import Collective, Compute, Direction, Forward, Partial, Send
-from mmtrain.program.ir.graph import Microbatch, StageGraph, StageId
+from mmtrain.program.ir.actions import Collective, Compute, Direction, Partial, Send
+from mmtrain.program.ir.data_dependencies import Bucket
+from mmtrain.program.ir.graph import Microbatch, Stage, StageGraph, StageId
 from mmtrain.program.ir.program import Program
+from mmtrain.program.ir.segments import direction
 from mmtrain.program.ir.step_loads import StepLoads
 from mmtrain.program.schedules.builder import build_compute
 from mmtrain.program.schedules.lower import lower
@@ -58,8 +60,14 @@ class LoweredPrograms:
         """Return the compute actions and the program of a graph, from `build` if no graph alike was asked about."""
         if schedule.order is not None:  # its lines name layers, and no two layouts share an order
             return build()
-        stages = tuple(replace(stage, layers=(0, 0), recompute=frozenset()) for stage in graph.stages)
+        stages = tuple(replace(stage, layers=_layers_of_order(stage), recompute=frozenset()) for stage in graph.stages)
         return self._programs.get((schedule.kind, replace(graph, stages=stages)), build)
+
+
+def _layers_of_order(stage: Stage) -> tuple[int, int]:
+    """Return what a stage's part of a program depends on: its number of layers, if any pass is cut between buckets."""
+    lo, hi = stage.layers
+    return (0, hi - lo if len(stage.bucket_starts) > 1 else 0)
 
 
 def _num_actions(programs: tuple[Program, Program]) -> int:
@@ -201,6 +209,7 @@ def _batch_timings(
 ) -> "list[SampledBatchTiming]":
     """Return what every action of a graph's program takes in each sampled batch."""
     seconds, waiting_shares = layer_costs.stage_seconds(graph), layer_costs.tp_wait_shares(graph)
+    bucket_seconds = layer_costs.bucket_seconds(graph)
     is_one_group = _stands_for_all(graph, budget)
     heaviest = np.zeros(len(layer_costs.batches.groups), dtype=np.int64)
     if is_one_group and not graph.is_sharded:
@@ -217,7 +226,9 @@ def _batch_timings(
         )
         model = model_timing(graph, layer_costs, loads, machine)
         first_replica = _first_replicas(graph, group)
-        timings.append(SampledBatchTiming(model, seconds, batch, layer_costs, waiting_shares, first_replica))
+        timings.append(
+            SampledBatchTiming(model, seconds, batch, layer_costs, waiting_shares, first_replica, bucket_seconds)
+        )
     return timings
 
 
@@ -313,30 +324,36 @@ class SampledBatchTiming(PrecomputedTiming):
     layer_costs: LayerCosts
     waiting_shares: Mapping[StageId, tuple[float, float]] = field(default_factory=dict)
     first_replica: Mapping[str, int] = field(default_factory=dict)
+    bucket_seconds: Mapping[Bucket, StageSeconds] = field(default_factory=dict)
 
     def compute(self, action: Compute) -> float:
-        """Return the seconds of a forward or backward; the model has those of segments."""
+        """Return the seconds of a forward or backward, or of a bucket's layers; the model has those of segments."""
         if isinstance(action, Partial):
-            return self.model.compute(action)
-        if self.model.graph.is_sharded:
+            of_bucket = self.bucket_seconds.get(Bucket(action.stage, action.lo, action.hi))
+            if of_bucket is None or self.model.graph.stage(action.stage).pieces:
+                return self.model.compute(action)
+            stage = of_bucket
+        elif self.model.graph.is_sharded:
             return self.model.sharded_pass(action, partial(self._slowest_replica, action.mb))
-        stage, mb = self.seconds[action.stage], action.mb
-        seconds = stage.forward if isinstance(action, Forward) else stage.backward
+        else:
+            stage = self.seconds[action.stage]
+        mb = action.mb
+        seconds = stage.forward if direction(action) == "F" else stage.backward
         return float(seconds[self.batch, mb.replica + self.first_replica.get(mb.unit, 0), mb.index])
 
     def tp_wait(self, action: Compute) -> float:
         """Return a share of `compute`; the model has the seconds of segments."""
-        if isinstance(action, Partial):
+        if isinstance(action, Partial) and Bucket(action.stage, action.lo, action.hi) not in self.bucket_seconds:
             return self.model.tp_wait(action)
         forward, backward = self.waiting_shares.get(action.stage, (0.0, 0.0))
-        share = forward if isinstance(action, Forward) else backward
+        share = forward if direction(action) == "F" else backward
         if not share:
             return 0.0
         if not self.model.graph.is_sharded:
             return share * self.compute(action)
         # A pass of all replicas also waits for weights and gradients: of it, the share of the longest replica's layers.
         seconds = self.seconds[action.stage]
-        of_replicas = seconds.forward if isinstance(action, Forward) else seconds.backward
+        of_replicas = seconds.forward if direction(action) == "F" else seconds.backward
         return share * float(of_replicas[self.batch, :, action.mb.index].max())
 
     def _slowest_replica(self, mb: Microbatch, kind: Direction, held: StageLayer) -> float:

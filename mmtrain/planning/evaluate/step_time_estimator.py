@@ -7,6 +7,7 @@ through the order of compute that all partitions share (`partition_orders`), and
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -14,6 +15,7 @@ import numpy.typing as npt
 
 from mmtrain.costs import Hardware
 from mmtrain.costs.collectives import GroupLayout
+from mmtrain.costs.gradient_buckets import bucket_starts, reduced_parameters
 from mmtrain.costs.hardware import ELEMENT_BYTES
 from mmtrain.costs.sharded_layers import BYTES_PER_GRADIENT
 from mmtrain.planning.artifact.layout import MeshSize
@@ -171,7 +173,7 @@ class _EstimateRun:
         return delays
 
     def _held(self, partitions: OrderedPartitions) -> "_HeldParameters":
-        """Return how long the collectives of data parallelism take that a step starts and ends with.
+        """Return how long a rank waits at least for data parallelism at the start and the end of a step.
 
         The first unit of a rank feeds the others there. So its first chunk needs its parameters first, and has its
         gradients ready last.
@@ -183,16 +185,16 @@ class _EstimateRun:
         holds_nothing = np.ones(shape, dtype=np.bool_)
         for spans in partitions.spans:
             mesh = self.assignment.meshes[spans.unit]
-            num_layers, num_parameters, num_in_first_chunk = self._held_of_unit(partitions, ranks, spans)
+            num_layers, num_parameters, first_chunk = self._held_of_unit(partitions, ranks, spans)
             num_updated += num_parameters // mesh.num_replicas
             is_first = (num_layers > 0) & holds_nothing
-            of_unit = self._reduction_and_gather(num_in_first_chunk, mesh)
-            reduction_s, gather_s = np.where(is_first, of_unit, (reduction_s, gather_s))
+            of_unit = self._waits_of_first_chunk(spans, first_chunk)
+            gather_s, reduction_s = np.where(is_first, of_unit, (gather_s, reduction_s))
             holds_nothing &= num_layers == 0
         return _HeldParameters(gather_s, reduction_s, num_updated)
 
     def _with_closing_collectives(self, held: "_HeldParameters", ends: Sequence[FloatArray]) -> FloatArray:
-        """(n, batches) with the last reduction of gradients, and the optimizer's step for which all wait.
+        """(n, batches) with what is left of reducing gradients, and the optimizer's step for which all wait.
 
         ends: of every rank, (n, batches) when it ends its last action.
         """
@@ -210,7 +212,10 @@ class _EstimateRun:
     def _held_of_unit(
         self, partitions: OrderedPartitions, ranks: Sequence[int], spans: LayerSpans
     ) -> tuple[IntArray, IntArray, IntArray]:
-        """(ranks, n) layers of a unit, and trained parameters of them and of the first chunk with any, on each rank."""
+        """Return (ranks, n) layers of a unit on each rank, and trained parameters of them; and the first chunk of them.
+
+        Of the first chunk that holds any, (2, ranks, n): its first layer and the one after its last.
+        """
         mesh = self.assignment.meshes[spans.unit]
         trained = self.layer_costs.unit_costs(spans.unit, mesh.tp, self.assignment.batch_split).parameters
         parameters_before = np.concatenate([[0], np.cumsum(trained.astype(np.int64))])
@@ -227,35 +232,86 @@ class _EstimateRun:
         num_parameters = np.zeros_like(num_layers)
         np.add.at(num_layers, rows, last - first)
         np.add.at(num_parameters, rows, parameters_before[last] - parameters_before[first])
-        num_in_first_chunk = np.zeros_like(num_layers)
+        first_chunk = np.zeros((2, *num_layers.shape), dtype=np.int64)
         for row, stage_column in sorted(held, key=lambda row_and_column: -row_and_column[1]):
-            first_of_stage, last_of_stage = spans.first[:, stage_column], spans.last[:, stage_column]
-            of_stage = parameters_before[last_of_stage] - parameters_before[first_of_stage]
-            num_in_first_chunk[row] = np.where(last_of_stage > first_of_stage, of_stage, num_in_first_chunk[row])
-        return num_layers, num_parameters, num_in_first_chunk
+            of_stage = np.stack([spans.first[:, stage_column], spans.last[:, stage_column]])
+            first_chunk[:, row] = np.where(of_stage[1] > of_stage[0], of_stage, first_chunk[:, row])
+        return num_layers, num_parameters, first_chunk
 
-    def _reduction_and_gather(self, num_parameters: IntArray, mesh: MeshSize) -> tuple[FloatArray, FloatArray]:
-        """(ranks, n) seconds in which replicas reduce the gradients of so many parameters, and gather the weights."""
-        costs, weight_bytes = self.layer_costs.costs, ELEMENT_BYTES[self.layer_costs.precision]
-        num_replicas, ranks_per_node = mesh.num_replicas, self.machine.ranks_per_node
-        first_ranks = [p * mesh.tp * num_replicas for p in range(mesh.pp)]
-        layouts = {GroupLayout.strided(num_replicas, mesh.tp, ranks_per_node, first) for first in first_ranks}
-        different, inverse = np.unique(num_parameters, return_inverse=True)
-        seconds = np.zeros((2, len(different)))
-        for k, count in enumerate(different.tolist()):
-            if count:
-                reductions = (costs.collective("reduce_scatter", count * BYTES_PER_GRADIENT, g) for g in layouts)
-                gathers = (costs.collective("all_gather", count * weight_bytes, g) for g in layouts)
-                seconds[:, k] = max(reductions), min(gathers)
-        reduction_s, gather_s = seconds[:, inverse.reshape(num_parameters.shape)]
-        return reduction_s, gather_s
+    def _waits_of_first_chunk(self, spans: LayerSpans, first_chunk: IntArray) -> FloatArray:
+        """Return (2, ranks, n) seconds that gathering the chunk's parameters delays, and reducing its gradients adds.
+
+        first_chunk: (2, ranks, n) its first layer and the one after its last.
+        """
+        pairs, inverse = np.unique(first_chunk.reshape(2, -1), axis=1, return_inverse=True)
+        is_recomputed = self.layer_costs.recompute[spans.unit] == "all" or spans.recomputed_share is not None
+        waits = [self._chunk_waits(spans.unit, first, last, is_recomputed) for first, last in pairs.T.tolist()]
+        return np.array(waits).T[:, inverse.ravel()].reshape(first_chunk.shape)
+
+    def _chunk_waits(self, unit: str, first: int, last: int, is_recomputed: bool) -> tuple[float, float]:
+        """Return how much gathers delay a chunk's first forward, and what reductions add to its last backward.
+
+        The forward of a bucket's layers starts when its gather has ended, which follows those of the buckets before.
+        Its reduction starts when the backward of its layers has ended; those of the buckets before follow it. Layers
+        that compute meanwhile count as of the largest microbatch.
+        """
+        mesh, times = self.assignment.meshes[unit], self._unit_times[unit]
+        trained = self._reduced_parameters(unit, is_whole=last - first == len(times.kind))[first:last]
+        if not any(trained):
+            return 0.0, 0.0
+        starts: tuple[int, ...] = (0,)
+        if self.layer_costs.shape.unit(unit).is_splittable:
+            starts = bucket_starts(trained, mesh.num_replicas, self.layer_costs.bucket_parameters)
+        bounds = [*starts, last - first]
+        parameters = [sum(trained[lo:hi]) for lo, hi in pairwise(bounds)]
+        reductions, gathers = np.array([self._reduction_and_gather(count, mesh) for count in parameters]).T
+        longest = times.by_kind.max(axis=(2, 3, 4))[times.kind[first:last]]  # (layers, 3)
+        backward = longest[:, BACKWARD] + (longest[:, RECOMPUTE] if is_recomputed else 0.0)
+        forward_before, backward_before = (
+            np.concatenate([[0.0], np.cumsum(seconds)])[list(starts)] for seconds in (longest[:, FORWARD], backward)
+        )
+        return (
+            float(max(0.0, (np.cumsum(gathers) - forward_before).max())),
+            float(max(0.0, (np.cumsum(reductions) - backward_before).max())),
+        )
+
+    def _reduced_parameters(self, unit: str, is_whole: bool) -> Sequence[int]:
+        """Return the parameters of each layer whose gradients a rank reduces; is_whole: one chunk holds all layers."""
+        mesh = self.assignment.meshes[unit]
+        key = (unit, mesh.tp, is_whole or mesh.pp == 1)
+        if key not in self._reduced:
+            self._reduced[key] = reduced_parameters(self.layer_costs.shape, unit, mesh.tp, 1 if key[2] else mesh.pp)
+        return self._reduced[key]
+
+    @cached_property
+    def _reduced(self) -> dict[tuple[str, int, bool], Sequence[int]]:
+        """Cache of `_reduced_parameters`."""
+        return {}
+
+    def _reduction_and_gather(self, num_parameters: int, mesh: MeshSize) -> tuple[float, float]:
+        """Return the seconds in which replicas reduce the gradients of so many parameters, and gather the weights."""
+        key = num_parameters, mesh
+        if key not in self._collective_s:
+            costs, weight_bytes = self.layer_costs.costs, ELEMENT_BYTES[self.layer_costs.precision]
+            num_replicas, ranks_per_node = mesh.num_replicas, self.machine.ranks_per_node
+            first_ranks = [p * mesh.tp * num_replicas for p in range(mesh.pp)]
+            layouts = {GroupLayout.strided(num_replicas, mesh.tp, ranks_per_node, first) for first in first_ranks}
+            reductions = (costs.collective("reduce_scatter", num_parameters * BYTES_PER_GRADIENT, g) for g in layouts)
+            gathers = (costs.collective("all_gather", num_parameters * weight_bytes, g) for g in layouts)
+            self._collective_s[key] = max(reductions), min(gathers)
+        return self._collective_s[key]
+
+    @cached_property
+    def _collective_s(self) -> dict[tuple[int, MeshSize], tuple[float, float]]:
+        """Cache of `_reduction_and_gather`."""
+        return {}
 
 
 class _HeldParameters(NamedTuple):
     """What data parallelism does with the trained parameters of each rank, under each layer partition: (ranks, n)."""
 
-    first_gather_s: FloatArray  # of the parameters that the rank's first forward reads
-    last_reduction_s: FloatArray  # of the gradients that its last backward computes
+    first_gather_s: FloatArray  # by which gathering parameters delays the rank's first forward
+    last_reduction_s: FloatArray  # by which reducing gradients lasts longer than its last backward
     num_updated: IntArray  # parameters that its optimizer updates
 
 

@@ -40,6 +40,7 @@ from mmtrain.planning.space.load_arrays import LoadArrays, load_arrays, seconds_
 from mmtrain.planning.space.problem import PlanningProblem
 from mmtrain.planning.space.recently_used import RecentlyUsed
 from mmtrain.planning.space.sample_batches import BatchSplit, UnitSplit, batch_split_of
+from mmtrain.program.ir.data_dependencies import Bucket, stage_buckets
 from mmtrain.program.ir.graph import LLM, StageGraph, StageId
 from mmtrain.program.schedules.builder import in_flight_microbatches
 
@@ -142,6 +143,7 @@ class LayerCosts:
         self.batches = problem.batches
         self.encoder_microbatches = problem.constraints.encoder_microbatches
         self.recompute: Mapping[str, RecomputeMode] = problem.constraints.recompute
+        self.bucket_parameters = problem.recipe.parallel.bucket_parameters
         self.sp: SpSizes = sp or {}
         self.chunks: TpChunks = chunks or {}
         self.budget = budget
@@ -269,6 +271,26 @@ class LayerCosts:
         for stage_id in filter(graph.reruns_forward, seconds):
             forward, backward = seconds[stage_id].forward, seconds[stage_id].backward
             seconds[stage_id] = StageSeconds(forward, backward + forward)
+        return seconds
+
+    def bucket_seconds(self, graph: StageGraph) -> dict[Bucket, StageSeconds]:
+        """Return the seconds of every bucket's layers in each batch, of stages with several buckets.
+
+        The backward of a stage that reruns its forward begins with all of it, in its last bucket.
+        """
+        split, seconds = batch_split_of(graph), {}
+        for stage in graph.stages:
+            if len(stage.bucket_starts) == 1:
+                continue
+            mesh, first = graph.mesh(stage.id.unit), stage.layers[0]
+            times = self.unit_times(stage.id.unit, mesh.tp, split)
+            for bucket in stage_buckets(graph, stage.id):
+                layers = (first + bucket.lo, first + bucket.hi)
+                of_bucket = times.stage(layers, stage.recompute.intersection(range(*layers)))
+                if graph.reruns_forward(stage.id) and layers[1] == stage.layers[1]:
+                    whole = times.stage(stage.layers, ())
+                    of_bucket = StageSeconds(of_bucket.forward, of_bucket.backward + whole.forward)
+                seconds[bucket] = of_bucket.of_each_replica(mesh.cp)
         return seconds
 
     def tp_wait_shares(self, graph: StageGraph) -> dict[StageId, tuple[float, float]]:

@@ -266,14 +266,15 @@ def partitioned_layout(
     else:
         partition_of_unit = dict(zip(assignment.meshes, partition, strict=True))
         units = disaggregated_units(assignment.meshes, partition_of_unit, recomputed)
-    units = {name: with_token_split(name, unit, layer_costs) for name, unit in units.items()}
+    units = {name: with_settings(name, unit, layer_costs) for name, unit in units.items()}
     return Layout(assignment.placement, units, dict(assignment.num_microbatches), assignment.encoder_first)
 
 
-def with_token_split(name: str, unit: UnitPlan, layer_costs: LayerCosts) -> UnitPlan:
-    """Return the unit's plan with the way in which its TP groups divide tokens."""
+def with_settings(name: str, unit: UnitPlan, layer_costs: LayerCosts) -> UnitPlan:
+    """Return the unit's plan with the way in which its TP groups divide tokens, and replicas their gradients."""
     split = layer_costs.token_split(name, unit.tp)
-    return unit.model_copy(update={"sp": split.sp, "tp_chunks": split.chunks})
+    settings = {"sp": split.sp, "tp_chunks": split.chunks, "bucket_parameters": layer_costs.bucket_parameters}
+    return unit.model_copy(update=settings)
 
 
 def anchored_partition(

@@ -11,7 +11,8 @@ a hash function of their own, since programs are made with dictionaries of them.
     XA vision.0>llm.0 llm:1.2                share received activations inside the TP group (XG: gradients)
     PF vision.0 vision:0.2 0:3               segments 0 to 2 of that stage's forward (PB: of its backward, 2 first)
     F llm.0 llm:0.3 |2| PF ..., PB ...       forward with partials in its gap 2, between its segments 1 and 2
-    RS llm 0   GP llm   RT embeddings   STEP reduce gradients, gather parameters, reduce shared weights, optimizer
+    RS llm 0 2   GP llm 0 2                  reduce gradients, gather parameters of bucket 2 of model chunk 0
+    RT embeddings   STEP                     reduce shared weights, optimizer
 """
 
 from dataclasses import dataclass
@@ -162,11 +163,12 @@ class Dispatch:
 class ReduceGrads:
     """Start to reduce gradients over the unit's data-parallel group (a collective); `Step` waits for the result.
 
-    They are those of one model chunk of the unit, or of several: see `gradient_buckets`.
+    They are those of one bucket of layers of a model chunk of the unit: see `gradient_buckets`.
     """
 
     unit: str
     chunk: int = 0
+    bucket: int = 0  # of the chunk, the one with its first layers is 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,12 +187,13 @@ class Step:
 class GatherParams:
     """Start to gather parameters that the step before has updated, over the unit's data-parallel group (a collective).
 
-    They are those of one model chunk of the unit, or of several: see `parameter_gathers`. The first forward of the
-    chunk waits for the result.
+    They are those of one bucket of layers of a model chunk of the unit: see `parameter_gathers`. The first forward of
+    these layers waits for the result.
     """
 
     unit: str
     chunk: int = 0
+    bucket: int = 0  # see `ReduceGrads`
 
 
 Pass = Forward | Backward  # all of a stage's work on a microbatch in one direction

@@ -10,8 +10,10 @@
   same order need no sharing either.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import NamedTuple
 
 from mmtrain.program.ir.actions import (
     Action,
@@ -35,9 +37,27 @@ from mmtrain.program.ir.actions import (
     Step,
 )
 from mmtrain.program.ir.graph import LLM, Edge, Microbatch, StageGraph, StageId
-from mmtrain.program.ir.segments import expand, finished_pass, started_pass
+from mmtrain.program.ir.segments import expand, finished_pass, layer_range, started_pass
 
 EMBEDDINGS = "embeddings"  # the one shared weight: the LLM's tied input and output matrix
+
+
+class Bucket(NamedTuple):
+    """Layers [lo, hi) of a stage, counted from its first, whose gradients are reduced and parameters gathered together.
+
+    A matrix that two layers of a rank share belongs to the first of them: its gradient is complete last.
+    """
+
+    stage: StageId
+    lo: int
+    hi: int
+
+    def holds_any(self, graph: StageGraph, action: Compute) -> bool:
+        """Return whether an action runs one of these layers, or a piece of one."""
+        if action.stage != self.stage:
+            return False
+        lo, hi = layer_range(graph, action)
+        return lo < self.hi and self.lo < hi
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,16 +259,17 @@ def reader_of(graph: StageGraph, recv: Recv) -> Share | Pass:
     return flow.reader
 
 
-def awaits_result(action: Action, collective: AsyncCollective, stages: Sequence[StageId]) -> bool:
+def awaits_result(
+    graph: StageGraph, action: Action, collective: AsyncCollective, buckets: Mapping[AsyncCollective, Bucket]
+) -> bool:
     """Return whether an action of a rank waits for the end of a collective that the rank has started before.
 
-    stages: those whose gradients or parameters the collective covers, see `covered_stages`.
+    buckets: of the rank, see `covered_buckets`.
     """
-    match collective:
-        case ReduceGrads():
-            return isinstance(action, Step)
-        case GatherParams():
-            return isinstance(action, Compute) and action.stage in stages
+    if isinstance(collective, ReduceGrads):
+        return isinstance(action, Step)
+    bucket = buckets.get(collective)
+    return bucket is not None and isinstance(action, Compute) and bucket.holds_any(graph, action)
 
 
 def trained_units(graph: StageGraph, rank: int) -> list[str]:
@@ -261,47 +282,47 @@ def trained_units(graph: StageGraph, rank: int) -> list[str]:
     return list(dict.fromkeys(reversed(units)))
 
 
-def gradient_buckets(graph: StageGraph, rank: int) -> dict[ReduceGrads, tuple[StageId, ...]]:
-    """Return the reductions of gradients that `rank` takes part in, each with the stages whose gradients it covers.
+def gradient_buckets(graph: StageGraph, rank: int) -> dict[ReduceGrads, Bucket]:
+    """Return the reductions of gradients that `rank` takes part in, each with the layers whose gradients it covers.
 
-    Each model chunk has its own, so that it overlaps with the backwards of other chunks. Only if the LLM's first and
-    last stage on this rank hold one copy of a matrix, all stages of the LLM are reduced together. Last chunks come
-    first, as their backwards end first, and destinations before sources.
+    Each model chunk has one or several of its own (`Stage.bucket_starts`), so that it overlaps with the backwards of
+    the layers before and of other chunks. Last layers come first, as their backwards end first, so do last chunks, and
+    destinations before sources.
     """
-    buckets: dict[ReduceGrads, tuple[StageId, ...]] = {}
-    for unit in trained_units(graph, rank):
-        held = [sid for sid, _ in graph.held_by(rank) if sid.unit == unit]
-        if unit == LLM and _holds_one_matrix(graph, held):
-            buckets[ReduceGrads(unit)] = tuple(held)
-            continue
-        for chunk, sid in reversed(list(enumerate(held))):
-            if graph.stage(sid).trainable:
-                buckets[ReduceGrads(unit, chunk)] = (sid,)
-    return buckets
+    return {ReduceGrads(*number): bucket for number, bucket in reversed(list(_numbered_buckets(graph, rank)))}
 
 
-def parameter_gathers(graph: StageGraph, rank: int) -> dict[GatherParams, tuple[StageId, ...]]:
-    """Return the gathers of parameters that `rank` takes part in, each with the stages whose parameters it covers.
+def parameter_gathers(graph: StageGraph, rank: int) -> dict[GatherParams, Bucket]:
+    """Return the gathers of parameters that `rank` takes part in, each with the layers whose parameters it covers.
 
-    They cover the same model chunks as the reductions of gradients, in the opposite order: sources before destinations
-    and first chunks first, as forwards need them. This is one order on all ranks.
+    They cover the same layers as the reductions of gradients, in the opposite order: sources before destinations, first
+    chunks and first layers first, as forwards need them. This is one order on all ranks.
     """
-    buckets = gradient_buckets(graph, rank)
-    return {GatherParams(bucket.unit, bucket.chunk): stages for bucket, stages in reversed(buckets.items())}
+    return {GatherParams(*number): bucket for number, bucket in _numbered_buckets(graph, rank)}
 
 
-def covered_stages(graph: StageGraph, rank: int) -> dict[AsyncCollective, tuple[StageId, ...]]:
-    """Return all asynchronous collectives that `rank` takes part in, each with the stages that it covers."""
-    covered: dict[AsyncCollective, tuple[StageId, ...]] = {}
-    for bucket, stages in gradient_buckets(graph, rank).items():
-        covered[bucket] = covered[GatherParams(bucket.unit, bucket.chunk)] = stages
+def covered_buckets(graph: StageGraph, rank: int) -> dict[AsyncCollective, Bucket]:
+    """Return all asynchronous collectives that `rank` takes part in, each with the layers that it covers."""
+    covered: dict[AsyncCollective, Bucket] = {}
+    for number, bucket in _numbered_buckets(graph, rank):
+        covered[ReduceGrads(*number)] = covered[GatherParams(*number)] = bucket
     return covered
 
 
-def _holds_one_matrix(graph: StageGraph, held: Sequence[StageId]) -> bool:
-    """Return whether these stages of a rank have the LLM's first and last among them, tied in one matrix."""
-    llm = [sid for sid in graph.order if sid.unit == LLM]
-    return graph.tied_embeddings and len(held) > 1 and llm[0] in held and llm[-1] in held
+def _numbered_buckets(graph: StageGraph, rank: int) -> Iterator[tuple[tuple[str, int, int], Bucket]]:
+    """Yield the buckets of a rank, first layers first, each with its unit, its model chunk and its number in it."""
+    for unit in reversed(trained_units(graph, rank)):
+        for chunk, sid in enumerate(sid for sid, _ in graph.held_by(rank) if sid.unit == unit):
+            if graph.stage(sid).trainable:
+                for number, bucket in enumerate(stage_buckets(graph, sid)):
+                    yield (unit, chunk, number), bucket
+
+
+def stage_buckets(graph: StageGraph, stage: StageId) -> list[Bucket]:
+    """Return the buckets of a stage's layers, first layers first."""
+    lo, hi = graph.stage(stage).layers
+    starts = graph.stage(stage).bucket_starts
+    return [Bucket(stage, *bounds) for bounds in pairwise((*starts, hi - lo))]
 
 
 def shared_embedding_stages(graph: StageGraph) -> tuple[StageId, ...]:
@@ -322,9 +343,13 @@ def holds_shared_embeddings(graph: StageGraph, rank: int) -> bool:
     return any(rank in tp_group for sid in shared_embedding_stages(graph) for tp_group in graph.stage(sid).tp_groups)
 
 
-def covers_shared_embeddings(graph: StageGraph, rank: int, stages: Sequence[StageId]) -> bool:
-    """Return whether `rank` reduces the tied embedding matrix with another rank, and one of these stages holds it."""
-    return holds_shared_embeddings(graph, rank) and any(sid in stages for sid in shared_embedding_stages(graph))
+def covers_shared_embeddings(graph: StageGraph, rank: int, bucket: Bucket) -> bool:
+    """Return whether `rank` reduces the tied embedding matrix with another rank, and the bucket holds its copy."""
+    if not holds_shared_embeddings(graph, rank) or bucket.stage not in (ends := shared_embedding_stages(graph)):
+        return False
+    first, last = ends
+    lo, hi = graph.stage(last).layers
+    return bucket.lo == 0 if bucket.stage == first else bucket.hi == hi - lo
 
 
 def participants(graph: StageGraph, rank: int, action: Action) -> tuple[int, ...]:
@@ -347,7 +372,7 @@ def participants(graph: StageGraph, rank: int, action: Action) -> tuple[int, ...
             ranks = {rank for tp_group in graph.stage(edge.src).tp_groups for rank in tp_group}
         case Share(edge, mb, payload):
             ranks = set(receiving_tp_group(graph, edge, mb, payload))
-        case ReduceGrads(unit, _) | GatherParams(unit, _):
+        case ReduceGrads(unit) | GatherParams(unit):
             ranks = _data_parallel_group(graph, rank, unit)
         case ReduceShared():
             ranks = _embedding_group(graph, rank)

@@ -113,6 +113,8 @@ class Stage:
     sp: bool = False  # sequence parallelism: between GEMMs each rank of a TP group holds a slice of the tokens
     # The forward keeps nothing for the backward, which begins with another forward; else activations are kept.
     reruns_forward: bool = False
+    # Layers, counted from the stage's first, at which the buckets start whose gradients are reduced together.
+    bucket_starts: tuple[int, ...] = (0,)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from mmtrain.program.ir.actions import Action, AsyncCollective, Collective, Compute, Recv, Send
 from mmtrain.program.ir.channels import ChannelKey, channel_key
-from mmtrain.program.ir.data_dependencies import awaits_result, covered_stages, participants, reader_of
+from mmtrain.program.ir.data_dependencies import awaits_result, covered_buckets, participants, reader_of
 from mmtrain.program.ir.graph import Microbatch, StageGraph
 from mmtrain.program.ir.segments import expand_all, started_pass
 
@@ -73,7 +73,7 @@ def match_actions(graph: StageGraph, actions: Mapping[int, Sequence[Action]]) ->
         reads: dict[Action, list[int]] = {}  # reader -> messages it reads
         num_done: dict[int, int] = {}  # by group
         launched: dict[int, AsyncCollective] = {}  # joint actions that nothing has waited for yet
-        covered = covered_stages(graph, rank)
+        covered = covered_buckets(graph, rank)
         sequence: list[Post | Launch | Join] = []
         for action in expand_all(graph, actions_of_rank):
             if isinstance(action, Send):
@@ -97,7 +97,7 @@ def match_actions(graph: StageGraph, actions: Mapping[int, Sequence[Action]]) ->
                     [
                         number
                         for number, collective in launched.items()
-                        if awaits_result(action, collective, covered.get(collective, ()))
+                        if awaits_result(graph, action, collective, covered)
                     ]
                 )
                 for number in awaits:

@@ -37,6 +37,17 @@ def segment_layers(graph: StageGraph, stage: StageId) -> Sequence[tuple[int, int
     return [(layer, piece) for layer, count in enumerate(pieces) for piece in range(count)]
 
 
+def layer_range(graph: StageGraph, action: Compute) -> tuple[int, int]:
+    """Return the layers [lo, hi) that an action runs, or pieces of them, counted from the stage's first."""
+    lo, hi = graph.stage(action.stage).layers
+    if not isinstance(action, Partial):
+        return 0, hi - lo
+    if not graph.stage(action.stage).pieces:
+        return action.lo, action.hi
+    layers = segment_layers(graph, action.stage)
+    return layers[action.lo][0], layers[action.hi - 1][0] + 1
+
+
 @overload
 def expand(graph: StageGraph, action: ComputeTask) -> tuple[Compute, ...]: ...
 @overload

@@ -57,12 +57,12 @@ def action_to_text(action: Action) -> str:
             return f"X{_LETTER[payload]} {edge} {mb}"
         case Dispatch(edge, src_index, dst_index, payload):
             return f"D{_LETTER[payload]} {edge} {src_index} {dst_index}"
-        case ReduceGrads(unit, chunk):
-            return f"RS {unit} {chunk}"
+        case ReduceGrads(unit, chunk, bucket):
+            return f"RS {unit} {chunk} {bucket}" if bucket else f"RS {unit} {chunk}"
         case ReduceShared(name):
             return f"RT {name}"
-        case GatherParams(unit, chunk):
-            return f"GP {unit} {chunk}"
+        case GatherParams(unit, chunk, bucket):
+            return f"GP {unit} {chunk} {bucket}" if bucket else f"GP {unit} {chunk}"
         case Step():
             return "STEP"
 
@@ -91,12 +91,12 @@ def action_from_text(line: str) -> Action:
             return Share(_edge(edge), _microbatch(mb), _PAYLOAD[verb[1]])
         case ["DA" | "DG" as verb, edge, src, dst]:
             return Dispatch(_edge(edge), int(src), int(dst), _PAYLOAD[verb[1]])
-        case ["RS", unit, chunk]:
-            return ReduceGrads(unit, int(chunk))
+        case ["RS", unit, *numbers]:
+            return ReduceGrads(unit, *_chunk_and_bucket(numbers))
         case ["RT", name]:
             return ReduceShared(name)
-        case ["GP", unit, chunk]:
-            return GatherParams(unit, int(chunk))
+        case ["GP", unit, *numbers]:
+            return GatherParams(unit, *_chunk_and_bucket(numbers))
         case ["STEP"]:
             return Step()
     raise ValueError("no such action")
@@ -173,6 +173,12 @@ def _edge(text: str) -> Edge:
     if not arrow:
         raise ValueError(f"{text!r} is no edge")
     return Edge(_stage(src), _stage(dst))
+
+
+def _chunk_and_bucket(numbers: list[str]) -> tuple[int, int]:
+    if len(numbers) not in (1, 2):
+        raise ValueError(f"{' '.join(numbers)!r} is neither a chunk nor a chunk and a bucket")
+    return int(numbers[0]), int(numbers[1]) if len(numbers) == 2 else 0
 
 
 def _rank(text: str) -> int:

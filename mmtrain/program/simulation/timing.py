@@ -36,7 +36,7 @@ from mmtrain.program.ir.actions import (
     Share,
     Step,
 )
-from mmtrain.program.ir.data_dependencies import gradient_buckets
+from mmtrain.program.ir.data_dependencies import Bucket, gradient_buckets
 from mmtrain.program.ir.graph import LLM, Edge, Microbatch, StageGraph, StageId
 from mmtrain.program.ir.segments import direction, finished_pass
 from mmtrain.program.ir.step_loads import IntArray, Route, StepLoads
@@ -180,14 +180,21 @@ class ModelTiming:
         if key not in self._compute_s:
             sharing = self.graph.mesh(mb.unit).cp_replicas(mb.replica)
             parts = [self.loads.loads[Microbatch(mb.unit, replica, mb.index)] for replica in sharing]
-            layers, group = content.layers[lo:hi], self._context_groups[mb.unit]
-            passes: list[Direction] = [kind]
-            if kind == "B" and self.graph.reruns_forward(action.stage):
-                passes = ["F", "B"]
+            group = self._context_groups[mb.unit]
+            passes = self._passes(action, content, kind, lo, hi)
             self._compute_s[key] = max(
-                sum(self._part_seconds(way, layers, content, load, group) for way in passes) for load in parts
+                sum(self._part_seconds(way, run, content, load, group) for way, run in passes) for load in parts
             )
         return self._compute_s[key]
+
+    def _passes(
+        self, action: Compute, content: StageContent, kind: Direction, lo: int, hi: int
+    ) -> list[tuple[Direction, Sequence[StageLayer]]]:
+        """Return what runs in layers [lo, hi) of a pass: a backward may begin with another forward of all layers."""
+        passes: list[tuple[Direction, Sequence[StageLayer]]] = [(kind, content.layers[lo:hi])]
+        if kind == "B" and hi == len(content.layers) and self.graph.reruns_forward(action.stage):
+            passes.insert(0, ("F", content.layers))
+        return passes
 
     def _part_seconds(
         self, kind: Direction, layers: Sequence[StageLayer], content: StageContent, load: TokenLoad, group: ContextGroup
@@ -233,14 +240,11 @@ class ModelTiming:
             lo, hi = action.lo, action.hi
         key = (content.number, kind, lo, hi, mb.replica, mb.index)
         if key not in self._waiting_s:
-            passes: list[Direction] = [kind]
-            if kind == "B" and self.graph.reruns_forward(action.stage):
-                passes = ["F", "B"]
             load = self.loads.loads[mb]
             self._waiting_s[key] = sum(
                 count * waiting_seconds(self.costs, work)
-                for way in passes
-                for held, count in Counter(content.layers[lo:hi]).items()
+                for way, layers in self._passes(action, content, kind, lo, hi)
+                for held, count in Counter(layers).items()
                 for work in _works(way, held, content, load)
             )
         return self._waiting_s[key]
@@ -296,8 +300,8 @@ class ModelTiming:
             case ReduceGrads():
                 nbytes = self._reduced_bytes(rank, action)
                 seconds = self.costs.collective("reduce_scatter", nbytes, layout)
-            case GatherParams(unit, chunk):
-                reduced_bytes = self._reduced_bytes(rank, ReduceGrads(unit, chunk))  # of the same parameters
+            case GatherParams(unit, chunk, bucket):
+                reduced_bytes = self._reduced_bytes(rank, ReduceGrads(unit, chunk, bucket))  # of the same parameters
                 nbytes = reduced_bytes // BYTES_PER_GRADIENT * self.element_bytes
                 seconds = self.costs.collective("all_gather", nbytes, layout)
             case ReduceShared():
@@ -551,8 +555,9 @@ class ModelTiming:
     def _reduced_bytes(self, rank: int, reduction: ReduceGrads) -> int:
         key = rank, reduction
         if key not in self._bytes_of_reduction:
-            for of_rank, stages in gradient_buckets(self.graph, rank).items():
-                num_trained = sum(map(self._trained_in_stage, stages))
+            for of_rank, bucket in gradient_buckets(self.graph, rank).items():
+                num_trained = sum(self._trained_by_layer(bucket.stage)[bucket.lo : bucket.hi])
+                num_trained -= self._counted_twice(bucket, num_trained)
                 self._bytes_of_reduction[rank, of_rank] = num_trained * BYTES_PER_GRADIENT
         return self._bytes_of_reduction[key]
 
@@ -561,6 +566,28 @@ class ModelTiming:
         """Cache of `_reduced_bytes`."""
         return {}
 
+    def _counted_twice(self, bucket: Bucket, num_trained: int) -> int:
+        """Return the parameters of a tied matrix at the head, if the rank also holds the embedding, which counts it."""
+        if not self.graph.tied_embeddings or bucket.stage.unit != LLM or self.graph.mesh(LLM).pp > 1:
+            return 0
+        layers = self.shape.unit(LLM).layers
+        if self.graph.stage(bucket.stage).layers[0] + bucket.hi < len(layers):
+            return 0
+        matrix = layers[-1].vocab * layers[-1].hidden // self.graph.mesh(LLM).tp
+        return matrix if num_trained >= matrix else 0
+
     def _trained_in_stage(self, stage: StageId) -> int:
-        tp = self.graph.mesh(stage.unit).tp
-        return sum(self.trained_parameters(held.layer, tp) for held in self._contents[stage].layers)
+        return sum(self._trained_by_layer(stage))
+
+    def _trained_by_layer(self, stage: StageId) -> tuple[int, ...]:
+        """Return how many parameters of each layer of a stage train on one rank."""
+        if stage not in self._trained:
+            tp = self.graph.mesh(stage.unit).tp
+            layers = self._contents[stage].layers
+            self._trained[stage] = tuple(self.trained_parameters(held.layer, tp) for held in layers)
+        return self._trained[stage]
+
+    @cached_property
+    def _trained(self) -> dict[StageId, tuple[int, ...]]:
+        """Cache of `_trained_by_layer`."""
+        return {}

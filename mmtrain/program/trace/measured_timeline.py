@@ -9,7 +9,7 @@ from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from mmtrain.program.ir.actions import Action, AsyncCollective, Collective, Compute, Recv, Send
-from mmtrain.program.ir.data_dependencies import awaits_result, covered_stages, participants
+from mmtrain.program.ir.data_dependencies import awaits_result, covered_buckets, participants
 from mmtrain.program.ir.graph import StageGraph
 from mmtrain.program.trace.bubble_accounting import BubbleAccount, Interval
 from mmtrain.program.trace.step_record import StepRecord
@@ -106,12 +106,12 @@ def _asynchronous(
     A forward waits for the gathering of its parameters first, and then for messages.
     """
     started: list[AsyncCollective] = []
-    covered = covered_stages(graph, rank)
+    covered = covered_buckets(graph, rank)
     for action, start, end, waited in record.actions:
         if isinstance(action, AsyncCollective):
             started.append(action)
             continue
-        for collective in [c for c in started if awaits_result(action, c, covered[c])]:
+        for collective in [c for c in started if awaits_result(graph, action, c, covered)]:
             started.remove(collective)
             for_messages = sum(m.wait_s for m in record.messages if start < m.done_s < end)
             start_s = complete_s[collective, participants(graph, rank, collective)]

@@ -167,10 +167,10 @@ def _describe(span: Span, pipeline_ranks: Mapping[str, int]) -> tuple[str, dict[
         case Dispatch(edge, src_index, dst_index, payload):
             name = f"dispatch {payload}s {edge} {src_index} {dst_index}"
             return name, {"kind": "all_to_all", "edge": str(edge), "bytes": span.nbytes}
-        case ReduceGrads(unit, chunk):
-            return f"reduce {unit} chunk {chunk}", {"kind": "reduce_scatter", "bytes": span.nbytes}
-        case GatherParams(unit, chunk):
-            return f"gather {unit} chunk {chunk}", {"kind": "all_gather", "bytes": span.nbytes}
+        case ReduceGrads(unit, chunk, bucket):
+            return f"reduce {unit} chunk {chunk} bucket {bucket}", {"kind": "reduce_scatter", "bytes": span.nbytes}
+        case GatherParams(unit, chunk, bucket):
+            return f"gather {unit} chunk {chunk} bucket {bucket}", {"kind": "all_gather", "bytes": span.nbytes}
         case ReduceShared(name):
             return f"reduce {name}", {"kind": "all_reduce", "bytes": span.nbytes}
         case Step():

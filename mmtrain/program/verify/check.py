@@ -6,7 +6,7 @@ Each test below looks at one promise and may rely on those before it; problems o
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -18,6 +18,7 @@ from mmtrain.program.ir.actions import (
     Compute,
     Dispatch,
     Forward,
+    GatherParams,
     Partial,
     Pass,
     Recv,
@@ -30,6 +31,7 @@ from mmtrain.program.ir.actions import (
 from mmtrain.program.ir.channels import ChannelKey, MicrobatchPair, channel_key
 from mmtrain.program.ir.data_dependencies import (
     EMBEDDINGS,
+    Bucket,
     Flow,
     covers_shared_embeddings,
     dispatched,
@@ -48,7 +50,7 @@ from mmtrain.program.ir.data_dependencies import (
     shared_embedding_stages,
     shares_before,
 )
-from mmtrain.program.ir.graph import Edge, Microbatch, StageGraph, StageId
+from mmtrain.program.ir.graph import Edge, Microbatch, StageGraph
 from mmtrain.program.ir.matching import JointAction, MatchedMessage
 from mmtrain.program.ir.program import Program
 from mmtrain.program.ir.segments import (
@@ -193,12 +195,13 @@ def _count_with_parts_joined(
 def _out_of_order(graph: StageGraph, rank: int, actions: NumberedActions) -> list[str]:
     done: set[Action] = set()
     problems = []
-    gather_of = {stage: gather for gather, stages in parameter_gathers(graph, rank).items() for stage in stages}
+    not_gathered = parameter_gathers(graph, rank)
     for nth, (index, action) in enumerate(actions):
         late = [before for before in _before(graph, rank, action) if before not in done]
-        gather = gather_of.get(action.stage) if isinstance(action, Compute) else None
-        if gather is not None and gather not in done:
-            late.append(gather)
+        if isinstance(action, Compute):
+            late += [gather for gather, bucket in not_gathered.items() if bucket.holds_any(graph, action)]
+        elif isinstance(action, GatherParams):
+            not_gathered.pop(action, None)
         if isinstance(action, ReduceGrads | ReduceShared | Step):
             must_follow = _must_follow(graph, rank, action)
             late += [other for _, other in actions[nth + 1 :] if must_follow(other)]
@@ -250,20 +253,20 @@ def _must_follow(
     """Return what tells whether `action` must come after another one of its rank."""
     match action:
         case ReduceGrads():
-            stages = gradient_buckets(graph, rank)[action]
+            bucket = gradient_buckets(graph, rank)[action]
             # After it a replica holds only its shard of the gradient: too late to add what another stage holds.
-            covers_shared = covers_shared_embeddings(graph, rank, stages)
-            return lambda other: _adds_to(stages, other) or (covers_shared and isinstance(other, ReduceShared))
+            covers_shared = covers_shared_embeddings(graph, rank, bucket)
+            return lambda other: _adds_to(graph, bucket, other) or (covers_shared and isinstance(other, ReduceShared))
         case ReduceShared():
             shared = shared_embedding_stages(graph)
-            return lambda other: _adds_to(shared, other)
+            return lambda other: isinstance(other, Compute) and direction(other) == "B" and other.stage in shared
         case Step():
             return lambda other: isinstance(other, Compute | ReduceGrads | ReduceShared)
 
 
-def _adds_to(stages: Sequence[StageId], action: Action) -> bool:
-    """Return whether the action adds to gradients of one of the stages."""
-    return isinstance(action, Compute) and direction(action) == "B" and action.stage in stages
+def _adds_to(graph: StageGraph, bucket: Bucket, action: Action) -> bool:
+    """Return whether the action adds to gradients of the bucket."""
+    return isinstance(action, Compute) and direction(action) == "B" and bucket.holds_any(graph, action)
 
 
 def _channels_disagree(program: Program) -> list[str]:

@@ -188,6 +188,14 @@ class ParallelSettings(Section):
         description="Most ranks that a plan may use. It uses fewer if that is faster. Default: exactly all ranks of "
         "the cluster.",
     )
+    bucket_parameters: PositiveInt | None = setting(
+        None,
+        affects={"plan"},
+        description="Fewest trained parameters of a rank in a bucket of layers, whose gradients are reduced together, "
+        "and parameters gathered, beside the layers that still compute. Default: 40 million, or a million for each "
+        "replica where that is more (Megatron-LM's `--ddp-bucket-size`). Smaller ones hide more on slow links, and "
+        "start more collectives.",
+    )
     generator: UnitParallel = Field(
         UnitParallel(),
         description="Parallel degrees of the generator. A U-Net has no pipeline stages, and is "

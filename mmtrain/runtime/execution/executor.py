@@ -35,7 +35,7 @@ from mmtrain.program import (
     StepLoads,
 )
 from mmtrain.program.ir.actions import AtomicAction
-from mmtrain.program.ir.data_dependencies import parameter_gathers
+from mmtrain.program.ir.data_dependencies import Bucket, parameter_gathers
 from mmtrain.program.ir.segments import direction, expand_all, finished_pass, num_segments, segment_layers, started_pass
 from mmtrain.program.trace.step_record import EMPTY_STEP_RECORD, StepRecord
 from mmtrain.runtime.execution.activity import DRAINING, Activity
@@ -99,8 +99,8 @@ class StepOptimizer(Protocol):
     def reduce_shared(self) -> None:
         """Sum the gradient of the matrix that two stages share."""
 
-    def reduce_grads(self, unit: str, chunk: int) -> None:
-        """Start to sum the gradients of a model chunk of the unit over its replicas."""
+    def reduce_grads(self, unit: str, chunk: int, bucket: int) -> None:
+        """Start to sum the gradients of a bucket of a model chunk of the unit over its replicas."""
 
     def finish_reductions(self) -> None:
         """Wait until the gradients of all units are summed."""
@@ -111,11 +111,11 @@ class StepOptimizer(Protocol):
     def finish_step(self) -> tuple[float, bool]:
         """Return (gradient norm, whether the update was made); waits for the device."""
 
-    def start_gather(self, unit: str, chunk: int) -> None:
-        """Start to gather the parameters of a model chunk, which the step before has updated, on every replica."""
+    def start_gather(self, unit: str, chunk: int, bucket: int) -> None:
+        """Start to gather the parameters of a bucket, which the step before has updated, on every replica."""
 
-    def finish_gather(self, unit: str, chunk: int) -> None:
-        """Wait until the parameters of a model chunk are gathered."""
+    def finish_gather(self, unit: str, chunk: int, bucket: int) -> None:
+        """Wait until the parameters of a bucket are gathered."""
 
 
 class Executor:
@@ -136,7 +136,7 @@ class Executor:
         self._has_update = Step() in self._actions
         self._part_bounds = _part_bounds(graph, self._actions)
         self._next_backwards = _next_backwards(graph, self._actions)
-        self._gathered_stages = parameter_gathers(graph, broker.rank)
+        self._gathered = parameter_gathers(graph, broker.rank)
         self._activity = activity or Activity()
         self._faults = faults or FaultPoints()
 
@@ -153,7 +153,7 @@ class Executor:
         self._step = step
         self._outcome = StepOutcome(loads=step.loads)
         self._microbatches: dict[tuple[StageId, Microbatch], MicrobatchState] = {}
-        self._gathering: dict[StageId, GatherParams] = {}  # stages whose parameters nothing has waited for yet
+        self._gathering: dict[GatherParams, Bucket] = {}  # those that nothing has waited for yet
         self._losses: dict[str, Tensor] = {}  # by unit with a loss on this rank
         self._broker.start_step(step.loads, step.route_rows, step.exchanges)
         if self._optimizer:
@@ -201,21 +201,22 @@ class Executor:
         match action:
             case ReduceShared():
                 optimizer.reduce_shared()
-            case ReduceGrads(unit, chunk):
-                optimizer.reduce_grads(unit, chunk)
+            case ReduceGrads(unit, chunk, bucket):
+                optimizer.reduce_grads(unit, chunk, bucket)
             case Step():
                 self._activity.wait_for_collectives()
                 optimizer.finish_reductions()
                 self._activity.arrived()
                 optimizer.step(self._step.lr)
-            case GatherParams(unit, chunk):
-                optimizer.start_gather(unit, chunk)
-                self._gathering.update(dict.fromkeys(self._gathered_stages[action], action))
+            case GatherParams(unit, chunk, bucket):
+                optimizer.start_gather(unit, chunk, bucket)
+                self._gathering[action] = self._gathered[action]
 
     def _forward(self, action: Compute) -> None:
         stage, mb = action.stage, action.mb
         needs_backward = self._graph.needs_backward(stage)
-        if (gather := self._gathering.pop(stage, None)) is not None:
+        for gather in [g for g, bucket in self._gathering.items() if bucket.holds_any(self._graph, action)]:
+            del self._gathering[gather]
             self._finish_gather(gather)
         if started_pass(self._graph, action):
             self._start_forward(stage, mb)
@@ -232,10 +233,10 @@ class Executor:
             microbatch.forget_forward()
 
     def _finish_gather(self, gather: GatherParams) -> None:
-        """Wait for the parameters of a stage before its first forward."""
+        """Wait for the parameters of some layers before their first forward."""
         assert self._optimizer is not None, "a program without optimizer gathers nothing"
         self._activity.wait_for_collectives()
-        self._optimizer.finish_gather(gather.unit, gather.chunk)
+        self._optimizer.finish_gather(gather.unit, gather.chunk, gather.bucket)
         self._activity.arrived()
 
     def _start_forward(self, stage: StageId, mb: Microbatch) -> None:

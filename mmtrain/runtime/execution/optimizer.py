@@ -26,11 +26,11 @@ class UnitOptimizer(Protocol):
     def tied_gradient(self) -> Tensor | None:
         """Return the gradient of the weight that another stage holds too, if this rank has one."""
 
-    def reduce_grads(self, chunk: int) -> None:
-        """Start to sum a chunk's gradients over replicas (with sequence parallelism also over the TP group)."""
+    def reduce_grads(self, chunk: int, bucket: int) -> None:
+        """Start to sum the gradients of a chunk's bucket over replicas."""
 
     def finish_reduction(self) -> None:
-        """Wait until the gradients are summed."""
+        """Wait until the gradients are summed; with sequence parallelism, sum some of them over the TP group too."""
 
     def grad_sq_sum(self) -> Tensor:
         """Return the sum of squares of the reduced gradient elements that this rank owns, in float64.
@@ -47,11 +47,11 @@ class UnitOptimizer(Protocol):
     def count_update(self) -> None:
         """Count the update of the last `step`, which was made; called once the host knows."""
 
-    def start_gather(self, chunk: int) -> None:
-        """Start to gather the updated parameters of a chunk on every replica."""
+    def start_gather(self, chunk: int, bucket: int) -> None:
+        """Start to gather the updated parameters of a chunk's bucket on every replica."""
 
-    def finish_gather(self, chunk: int) -> None:
-        """Wait until the parameters of a chunk are gathered."""
+    def finish_gather(self, chunk: int, bucket: int) -> None:
+        """Wait until the parameters of a chunk's bucket are gathered."""
 
     def gather_params(self) -> None:
         """Gather the updated parameters of all chunks on every replica."""
@@ -121,9 +121,9 @@ class Optimizer:
         assert self._tied_group is not None, "ReduceShared on a rank without the tied weight"
         dist.all_reduce(gradient, group=self._tied_group)
 
-    def reduce_grads(self, unit: str, chunk: int) -> None:
-        """Start to sum the gradients of a model chunk of the unit over its replicas."""
-        self.units[unit].reduce_grads(chunk)
+    def reduce_grads(self, unit: str, chunk: int, bucket: int) -> None:
+        """Start to sum the gradients of a bucket of a model chunk of the unit over its replicas."""
+        self.units[unit].reduce_grads(chunk, bucket)
 
     def finish_reductions(self) -> None:
         """Wait for the reductions of all units."""
@@ -159,14 +159,14 @@ class Optimizer:
                 unit.count_update()
         return norm, is_updated
 
-    def start_gather(self, unit: str, chunk: int) -> None:
-        """Start to gather the parameters of a model chunk that the last step has updated, on every replica."""
-        self.units[unit].start_gather(chunk)
+    def start_gather(self, unit: str, chunk: int, bucket: int) -> None:
+        """Start to gather the parameters of a bucket that the last step has updated, on every replica."""
+        self.units[unit].start_gather(chunk, bucket)
         self._has_updated_shards = False
 
-    def finish_gather(self, unit: str, chunk: int) -> None:
-        """Wait until the parameters of a model chunk are gathered."""
-        self.units[unit].finish_gather(chunk)
+    def finish_gather(self, unit: str, chunk: int, bucket: int) -> None:
+        """Wait until the parameters of a bucket are gathered."""
+        self.units[unit].finish_gather(chunk, bucket)
 
     def gather_params(self) -> None:
         """Gather what the last step has updated, for forwards outside of training steps; all ranks call this together.

@@ -1,6 +1,7 @@
 """Build everything that one rank needs to execute a plan, once; it runs in every step."""
 
-from collections.abc import Collection, Iterable, Mapping
+from bisect import bisect_right
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -12,7 +13,7 @@ from mmtrain.data.index.sample_sources import SampleSources
 from mmtrain.data.loading.batch_builder import StepData
 from mmtrain.data.loading.payload import PayloadNeed
 from mmtrain.models.build_stage import StageOptions, build_stage, build_stage_without_weights
-from mmtrain.models.megatron.zero_adamw import LocalParam, ZeroAdamW
+from mmtrain.models.megatron.zero_adamw import BucketNumber, LocalParam, ZeroAdamW
 from mmtrain.models.optim import parameter_specs
 from mmtrain.models.optim.parameter_specs import WeightSource
 from mmtrain.models.shapes.model_shape import LayerShape, ModelShape, build_model_shape
@@ -161,7 +162,7 @@ def build_rank_context(
     widths, readers = edge_widths(graph, model), state_readers(graph, model)
     transport = Transport(world.rank, groups, widths, sequence_parallel, world.device, dtype, readers)
     units = build_units(recipe, model, graph, transport, sequence_parallel, pretrained)
-    unit_optimizers = {name: _optimizer_of(recipe, unit, world) for name, unit in units.items()}
+    unit_optimizers = {name: _optimizer_of(recipe, unit, world, graph) for name, unit in units.items()}
     optimizer = Optimizer(unit_optimizers, recipe.train.optimizer, world, groups.tied_embeddings)
     if pretrained is not None:
         optimizer.start_masters(pretrained)
@@ -318,14 +319,20 @@ def _is_copy(param: nn.Parameter) -> bool:
     return getattr(param, "shared", None) is not None
 
 
-def _optimizer_of(recipe: Recipe, unit: UnitRunner, world: World) -> UnitOptimizer:
+def _optimizer_of(recipe: Recipe, unit: UnitRunner, world: World, graph: StageGraph) -> UnitOptimizer:
     if isinstance(unit, ShardedUnitRunner):
         return _build_sharded_optimizer(recipe, unit, world)
-    return build_unit_optimizer(recipe, unit, world)
+    starts = {stage: graph.stage(stage).bucket_starts for stage in unit.stages}
+    return build_unit_optimizer(recipe, unit, world, starts)
 
 
-def build_unit_optimizer(recipe: Recipe, unit: UnitRunner, world: World) -> ZeroAdamW:
-    """Build the optimizer of the unit's stages on this rank, with the recipe's settings for the unit."""
+def build_unit_optimizer(
+    recipe: Recipe, unit: UnitRunner, world: World, bucket_starts: Mapping[StageId, Sequence[int]] | None = None
+) -> ZeroAdamW:
+    """Build the optimizer of the unit's stages on this rank, with the recipe's settings for the unit.
+
+    bucket_starts: of each stage, see `Stage.bucket_starts`; None: each has one bucket.
+    """
     params: dict[nn.Parameter, LocalParam] = {}
     for stage in unit.stages.values():
         specs = parameter_specs.stage_param_specs(stage, unit.name, unit.groups.tp_size)
@@ -333,8 +340,8 @@ def build_unit_optimizer(recipe: Recipe, unit: UnitRunner, world: World) -> Zero
             tied = _is_copy(param)
             params[param] = LocalParam(specs[name], tied, owned=not tied or 0 in stage.indices)
     lr_scale, weight_decay = _unit_rates(recipe, unit.name)
-    chunks = _gradient_chunks(unit)
-    return ZeroAdamW(chunks, params, unit.groups, world.device, recipe.train.optimizer, lr_scale, weight_decay)
+    buckets = _gradient_buckets(unit, bucket_starts or {})
+    return ZeroAdamW(buckets, params, unit.groups, world.device, recipe.train.optimizer, lr_scale, weight_decay)
 
 
 def _build_sharded_optimizer(recipe: Recipe, unit: ShardedUnitRunner, world: World) -> FullyShardedAdamW:
@@ -353,10 +360,22 @@ def _unit_rates(recipe: Recipe, unit: str) -> tuple[float, float]:
     return settings.lr_scale, default if settings.weight_decay is None else settings.weight_decay
 
 
-def _gradient_chunks(unit: UnitRunner) -> list[nn.ModuleList]:
-    """Return the unit's model chunks whose gradients are reduced together, as `gradient_buckets` numbers them."""
-    stages = list(unit.stages.values())
-    params = [param for stage in stages for param in stage.parameters()]
-    if len(set(params)) < len(params):
-        return [nn.ModuleList(stages)]  # two stages hold one matrix
-    return [nn.ModuleList([stage]) for stage in stages]
+def _gradient_buckets(
+    unit: UnitRunner, bucket_starts: Mapping[StageId, Sequence[int]]
+) -> dict[BucketNumber, list[nn.Parameter]]:
+    """Return the unit's parameters by model chunk and bucket, as `gradient_buckets` numbers them.
+
+    A matrix that two layers share goes with the first of them, whose backward is the last to add to its gradient.
+    """
+    buckets: dict[BucketNumber, list[nn.Parameter]] = {}
+    seen: set[nn.Parameter] = set()
+    for chunk, (stage_id, stage) in enumerate(unit.stages.items()):
+        starts = bucket_starts.get(stage_id, (0,))
+        for name, param in stage.named_parameters():
+            if param not in seen:
+                seen.add(param)
+                layer = int(name.split(".")[1]) - stage.indices.start
+                # A stage with the head alone holds its own copy of the embedding, which counts to the head.
+                layer = layer if layer >= 0 else len(stage.indices) - 1
+                buckets.setdefault((chunk, bisect_right(starts, layer) - 1), []).append(param)
+    return buckets

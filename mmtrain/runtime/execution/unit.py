@@ -210,19 +210,23 @@ def _hidden_states(microbatch: MicrobatchState) -> tuple[Tensor, ...]:
 def _run_segments(
     module: StageModule, microbatch: MicrobatchState, inputs: tuple[Tensor, ...], first: int, last: int
 ) -> tuple[Tensor, ...]:
-    """Run segments [first, last) of the stage."""
+    """Run segments [first, last) of the stage: whole layers that follow each other at once, others in pieces."""
     context = microbatch.context
     assert context is not None
     num_pieces = Counter(layer for layer, _ in microbatch.segments)
+    held = Counter(layer for layer, _ in microbatch.segments[first:last])
     tensors = inputs
-    for layer, segments in groupby(microbatch.segments[first:last], key=lambda segment: segment[0]):
-        pieces = [piece for _, piece in segments]
-        index = module.indices[layer]
-        if len(pieces) == num_pieces[layer]:
-            layers = range(index, index + 1)
+    for is_whole, group in groupby(held, key=lambda layer: held[layer] == num_pieces[layer]):
+        of_group = list(group)
+        index = module.indices[of_group[0]]
+        if is_whole:
+            layers = range(index, index + len(of_group))
             run = _way_to_run(module, layers)
             tensors = _as_tuple(run(context, tensors[0] if tensors else None, layers))
-        else:
+            continue
+        for layer in of_group:  # the last layers of a part, or its first
+            pieces = [piece for of_layer, piece in microbatch.segments[first:last] if of_layer == layer]
+            index = module.indices[layer]
             tensors = run_block_pieces(module, context, tensors, index, range(pieces[0], pieces[-1] + 1))
     return tensors
 
