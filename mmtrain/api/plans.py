@@ -28,6 +28,7 @@ from mmtrain.runtime.run_folder import PLAN_FILE
 # Planning makes millions of objects and hardly a reference cycle, so frequent collections only cost time.
 GC_THRESHOLD_OBJECTS = 1_000_000
 COMPARED_LABEL = "your layout (its layers divided by the planner)"
+DIVIDED_LABEL = "your layout"
 
 
 @dataclass(frozen=True)
@@ -151,12 +152,13 @@ def plan_for_each_count(
 
 def compare_layout(chosen: Plan, compared: Recipe, plan_for: Callable[[Recipe], Plan]) -> Plan:
     """Plan `compared`, the recipe with the user's sizes fixed, and put that plan into the ranking of the chosen one."""
+    label = DIVIDED_LABEL if compared.parallel.llm.layers_per_chunk else COMPARED_LABEL
     try:
         of_user = plan_for(compared)
     except (PlanError, RecipeError) as error:
-        return with_misfit(chosen, COMPARED_LABEL, " ".join(str(error).split()))
+        return with_misfit(chosen, label, " ".join(str(error).split()))
     same_recipe = {"recipe_sha256": chosen.recipe_sha256, "alternatives": ()}
-    return with_compared(chosen, of_user.model_copy(update=same_recipe), COMPARED_LABEL)
+    return with_compared(chosen, of_user.model_copy(update=same_recipe), label)
 
 
 def _search(recipe: Recipe, lengths: SampleLengths, request: PlanRequest) -> Plan:

@@ -258,7 +258,8 @@ def _compared_recipe(options: PlanOptions, settings_changed: list[str], settings
     if options.compare is None:
         return None
     sizes = parse_layout(options.compare, settings.model.llm.layers)
-    return load_recipe(options.recipe, [*settings_changed, *sizes]).recipe
+    planners_own = "parallel.llm.layers_per_chunk=[]"  # the numbers of another division, unless `sizes` has some
+    return load_recipe(options.recipe, [*settings_changed, planners_own, *sizes]).recipe
 
 
 def _request(

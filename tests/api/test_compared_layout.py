@@ -88,6 +88,12 @@ def test_the_ranking_holds_the_users_layout_with_the_split_of_its_loss(chosen: P
     assert split_s == pytest.approx(mine.step_time_s - chosen.predicted.step_time_s, rel=0.05)
 
 
+def test_a_layout_that_the_user_divides_is_not_divided_by_the_planner(chosen: Plan) -> None:
+    llm = {"tp": 1, "pp": 2, "dp": 2, "layers_per_chunk": [1, 3]}
+    ranked = compare_layout(chosen, recipe(parallel={"placement": "unified", "llm": llm}), Planner())
+    assert [other.summary for other in ranked.alternatives if other.summary.startswith("your layout, unified")]
+
+
 def test_a_layout_that_has_no_plan_is_listed_with_the_reason(chosen: Plan) -> None:
     ranked = compare_layout(chosen, recipe(), Planner("no plan uses\n  exactly 4 ranks"))
     assert ranked.alternatives[-1].reason == "no plan uses exactly 4 ranks"
