@@ -36,8 +36,9 @@ SMALL = [
 ]
 
 
-# Settings of runs whose ranks hold shards of all units and dispatch images between them.
-REPLICATED = ("parallel.placement=replicated", "parallel.shard=all", "parallel.dispatch=all", "cluster.ranks=2")
+# Settings of runs whose ranks hold shards of all units, and of two that dispatch images between them.
+SHARDED = ("parallel.placement=replicated", "parallel.shard=all")
+REPLICATED = (*SHARDED, "parallel.dispatch=all", "cluster.ranks=2")
 
 
 def request_for(data: Path, run_dir: Path, *changes: str, **options: object) -> TrainRequest:

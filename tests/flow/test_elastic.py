@@ -27,7 +27,7 @@ from mmtrain.runtime.training.train_request import TrainRequest
 from tests.distributed import fork_ranks
 from tests.faults import FailAt
 from tests.flow.launched import StartedProcesses, slurm_task, train_arguments
-from tests.flow.runs import assert_same_end, launch, launch_here, refuse, request_for, tensors
+from tests.flow.runs import SHARDED, assert_same_end, launch, launch_here, refuse, request_for, tensors
 from tests.waiting import poll
 
 NUM_STEPS = 16
@@ -138,7 +138,7 @@ def test_a_run_goes_on_without_ranks_that_are_gone_for_good(data: Path, unbroken
 def test_a_run_that_keeps_gathered_weights_goes_on_with_fewer_ranks(
     data: Path, unbroken_three: Path, tmp_path: Path
 ) -> None:
-    changes = (*SETTINGS, "parallel.placement=replicated", "parallel.shard=all", "parallel.zero=2")
+    changes = (*SETTINGS, *SHARDED, "parallel.zero=2")
     request = request_for(data, tmp_path, *changes, ranks=2, max_restarts=4, elastic=True)
     assert launch(request, faults=RankIsGone(1, 1, tmp_path)) == (0, "")
     assert set(ranks_of_steps(tmp_path)) == {2, 1}
