@@ -49,12 +49,15 @@ def test_a_plan_of_a_large_model_takes_as_long_as_simulated(placement: str) -> N
 
 
 @pytest.mark.slow  # 5 s each
-@pytest.mark.parametrize("kind", ["1f1b", "encoder_first"])
-def test_replicas_that_dispatch_are_rehearsed_together(kind: ScheduleKind) -> None:
+@pytest.mark.parametrize(
+    ("kind", "tp", "cp"), [("1f1b", 1, 1), ("encoder_first", 1, 1), ("1f1b", 2, 1), ("1f1b", 1, 2)]
+)
+def test_replicas_that_dispatch_are_rehearsed_together(kind: ScheduleKind, tp: int, cp: int) -> None:
     settings = cases.recipe()
-    mesh = Mesh((), (0, 1, 2, 3), dp=4)
+    mesh = Mesh((), (0, 1, 2, 3), dp=4 // tp, tp=tp)
     vision = mesh if kind == "1f1b" else replace(mesh, n=1)
-    chosen = cases.plan(settings, kind, shard=2, dispatch="all", vision=vision, llm=mesh)
+    llm = replace(mesh, dp=mesh.dp // cp, cp=cp)
+    chosen = cases.plan(settings, kind, shard=2, dispatch="all", vision=vision, llm=llm)
     result = rehearsed(replace(_request(settings, chosen), stretch=None))
     assert result.ranks == (0, 1, 2, 3)
     assert result.predicted.bubble_shares()["dispatch"] > 0
