@@ -429,7 +429,10 @@ def _drawn(number: int) -> tuple[Recipe, Plan, bool]:
     encoder_first_in = choose(
         (None, *(number for number in (1, 2) if batch["train__global_batch"] // num_ranks % number == 0))
     )
-    return settings, replicated(settings, num_ranks, shard, recompute, dispatch, encoder_first_in), texts_between
+    tp = choose((1, 2)) if num_ranks == 4 and shard != 4 else 1
+    sp = tp > 1 and choose((False, True))
+    chosen = replicated(settings, num_ranks, shard, recompute, dispatch, encoder_first_in, tp=tp, sp=sp)
+    return settings, chosen, texts_between
 
 
 @pytest.mark.long  # 2 s each
