@@ -69,7 +69,12 @@ DEMO = Path(__file__).parents[1] / "recipes" / "demo.yaml"
 WIDE = ("model.vision.hidden=192", "model.vision.ffn=512", "model.vision.layers=2", "model.llm.hidden=256",
         "model.llm.ffn=640", "model.llm.layers=4", "model.llm.kv_heads=2", "data.seq_len=384")  # fmt: skip
 UNIFIED = "parallel.placement=unified"
-SHARDED = ("parallel.placement=replicated", "parallel.schedule=1f1b", "train.global_batch=8")
+SHARDED = (
+    "parallel.placement=replicated",
+    "parallel.llm.tp=1",
+    "parallel.schedule=1f1b",
+    "train.global_batch=8",
+)
 NUM_RANKS = {"replicated, shard 2 of 4": 4}  # of cases that do not run on `RANKS`
 # name -> (model, settings): placements, numbers of microbatches, frozen or not
 CASES: dict[str, tuple[str, tuple[str, ...]]] = {

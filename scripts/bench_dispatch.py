@@ -68,7 +68,7 @@ SETTINGS: Mapping[str, Any] = {
     },
     "data": {"sources": [{"path": "none.json"}], "tokenizer": "none.json", "seq_len": 1024},
     "train": {"steps": 100, "global_batch": 2 * NUM_RANKS, "seed": SEED, "optimizer": {"lr": 0.001}},
-    "parallel": {"placement": "replicated", "shard": "all", "schedule": "1f1b"},
+    "parallel": {"placement": "replicated", "shard": "all", "schedule": "1f1b", "llm": {"tp": 1}},
     "cluster": {"ranks": NUM_RANKS, "hardware": "cpu-core"},
 }
 NUM_NODES, RANKS_PER_NODE = 4, 4  # of the steps that are laid out and not run

@@ -211,7 +211,9 @@ def _parallel(run: KnownRun, recompute: str) -> dict[str, object]:
     """Return the settings `parallel`; an encoder has the LLM's tp, as in the runs that have one."""
     encoders = {unit: {"recompute": recompute} for unit in run.model if unit != "llm"}
     if not run.mesh:
-        return {"placement": "replicated", "shard": "all", "llm": {"recompute": recompute}, **encoders}
+        # Left open, tp and cp would be those of the fastest plan, not of the run.
+        llm = {"tp": 1, "cp": 1, "recompute": recompute}
+        return {"placement": "replicated", "shard": "all", "llm": llm, **encoders}
     llm = {"sp": run.mesh["tp"] > 1, "tp_overlap": False, **run.mesh, "recompute": recompute}
     return {
         "placement": "unified",
