@@ -68,7 +68,8 @@ class UnitPlan(_Frozen):
     cp_split: CutSequences | None = None
     # Chunks of tokens in the linears of blocks: the TP group communicates one while it computes another.
     tp_chunks: int = Field(1, ge=1)
-    # Fewest parameters of a bucket of layers whose gradients replicas reduce together; None: see `gradient_buckets`.
+    # Fewest parameters of a bucket of layers whose gradients replicas reduce together; see `costs.gradient_buckets`.
+    # Files say it only where the recipe does.
     bucket_parameters: int | None = Field(None, ge=1)
     recompute_activation_function: bool = False  # blocks compute the activation functions of their MLPs again
     offload: OffloadMode = "none"  # what blocks listed as recomputed keep in host memory; with `all` they are not
@@ -76,8 +77,10 @@ class UnitPlan(_Frozen):
     stages: tuple[StagePlan, ...]
 
     @model_serializer(mode="wrap")
-    def _without_cp_of_one(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _without_what_is_not_used(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         fields: dict[str, Any] = handler(self)
+        if self.bucket_parameters is None:
+            del fields["bucket_parameters"]
         if self.cp == 1:
             for name in _CONTEXT_FIELDS:
                 fields.pop(name, None)

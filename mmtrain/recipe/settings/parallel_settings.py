@@ -195,6 +195,7 @@ class ParallelSettings(Section):
         "and parameters gathered, beside the layers that still compute. Default: 40 million, or a million for each "
         "replica where that is more (Megatron-LM's `--ddp-bucket-size`). Smaller ones hide more on slow links, and "
         "start more collectives.",
+        added_later=True,
     )
     generator: UnitParallel = Field(
         UnitParallel(),
