@@ -58,7 +58,9 @@ EXECUTIONS: dict[str, Execution] = {
     "torchtitan compiled, selective": replace(TITAN, recomputed_gemms=0.5, recomputes_elementwise=True),
     "torchtitan compiled": TITAN,
     "transformer engine": CUDNN_ATTENTION,
-    "transformer engine, dropout": replace(CUDNN_ATTENTION, dropout=True),
+    # NeMo hides tensor-parallel messages by user buffers (`tp_comm_overlap`).
+    "nemo": replace(CUDNN_ATTENTION, user_buffers=True),
+    "nemo, dropout": replace(CUDNN_ATTENTION, user_buffers=True, dropout=True),
     # LoongForge's multimodal runs: `--no-gradient-accumulation-fusion`, `bias_activation_fusion: False` in encoders.
     "loongforge": Execution(gradient_bytes=12, activation_extra_moves=2),
     "torch compiled": CUDNN_ATTENTION,
