@@ -6,8 +6,9 @@ is imported, which keeps the collectives under names of its own.
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,6 +42,18 @@ class LateWork:
 
 
 @dataclass
+class CoalescedWork:
+    """Collectives that were started together, and end when the link has carried all of them."""
+
+    late: LateWork | None = None
+
+    def wait(self) -> None:
+        """Wait for the late end."""
+        assert self.late is not None, "the collectives have not been started"
+        self.late.wait()
+
+
+@dataclass
 class SlowLink:
     """The thread of a process in which its collectives take their time, one after another."""
 
@@ -48,12 +61,35 @@ class SlowLink:
     bytes_per_s: float | None = None  # None: bytes take no time
     seconds: float = 0.0  # that the link took since this was set to 0
     _threads: dict[int, ThreadPoolExecutor] = field(default_factory=dict)  # by process: threads do not survive a fork
+    _coalesced: list[float] | None = None  # seconds of the collectives of an open `dist._coalescing_manager`
 
     def carry(self, *names: str) -> None:
         """Let these collectives of torch.distributed go over this link, also in processes forked from now on."""
         for name in names:
             if hasattr(dist, name):
                 setattr(dist, name, self._delayed(getattr(dist, name), 1 if name.startswith("reduce_scatter") else 0))
+
+    def carry_coalesced(self) -> None:
+        """Let collectives that torch.distributed starts together, as Megatron-core has it, go over this link too."""
+        manager = dist._coalescing_manager
+
+        @contextmanager
+        def run(*arguments: Any, **options: Any) -> Iterator[CoalescedWork]:
+            together = CoalescedWork()
+            self._coalesced = []
+            with manager(*arguments, **options) as works:
+                yield together
+            seconds, self._coalesced = sum(self._coalesced), None
+            self.seconds += seconds
+            together.late = LateWork(self._thread.submit(_pass, works, seconds))
+            if not options.get("async_ops"):
+                together.wait()
+
+        dist._coalescing_manager = run
+
+    @property
+    def _thread(self) -> ThreadPoolExecutor:
+        return self._threads.setdefault(os.getpid(), ThreadPoolExecutor(1))
 
     def _delayed(self, collective: Callable[..., Any], position: int) -> Callable[..., Any]:
         """Return the collective on this link; `position`: of the argument that is the whole tensor, or list of them.
@@ -63,26 +99,31 @@ class SlowLink:
         num_passes = 2 if collective.__name__ == "all_reduce" else 1
 
         def run(*tensors: Any, async_op: bool = False, **options: Any) -> LateWork | None:
+            if self._coalesced is not None:
+                self._coalesced.append(self._seconds_of(tensors[position], num_passes))
+                return collective(*tensors, async_op=async_op, **options)  # type: ignore[no-any-return]
             if not self.delay_s and self.bytes_per_s is None:
                 return collective(*tensors, async_op=async_op, **options)  # type: ignore[no-any-return]
             work = collective(*tensors, async_op=True, **options)
             if work is None:  # of a group without this rank, or coalesced with others: whoever waits for those waits
                 return None
-            seconds = self.delay_s
-            if self.bytes_per_s is not None:
-                whole = tensors[position]
-                nbytes = sum(part.nbytes for part in (whole if isinstance(whole, list) else [whole]))
-                num_ranks = dist.get_world_size()
-                seconds += num_passes * nbytes * (num_ranks - 1) / num_ranks / self.bytes_per_s
+            seconds = self._seconds_of(tensors[position], num_passes)
             self.seconds += seconds
-            thread = self._threads.setdefault(os.getpid(), ThreadPoolExecutor(1))
-            late = LateWork(thread.submit(_pass, work, seconds))
+            late = LateWork(self._thread.submit(_pass, work, seconds))
             if async_op:
                 return late
             late.wait()
             return None
 
         return run
+
+    def _seconds_of(self, whole: Any, num_passes: int) -> float:
+        """Return how long a collective takes that moves a whole tensor, or list of them, so often."""
+        if self.bytes_per_s is None:
+            return self.delay_s
+        nbytes = sum(part.nbytes for part in (whole if isinstance(whole, list) else [whole]))
+        num_ranks = dist.get_world_size()
+        return self.delay_s + num_passes * nbytes * (num_ranks - 1) / num_ranks / self.bytes_per_s
 
 
 def _pass(work: Any, seconds: float) -> None:
