@@ -307,7 +307,7 @@ def test_one_rank_stands_for_all_in_the_simulation(dispatch: str, schedule: str,
     settings = factory.recipe(parallel=parallel, global_batch=32)
     problem = formulate_problem(settings, _lopsided(), world_size=16, hardware="h100-80g", recipe_sha256="x")
     evaluator = Evaluator(problem)
-    [candidate] = ReplicatedStrategy().search(evaluator, None).candidates
+    [candidate] = ReplicatedStrategy().search(evaluator, None).results.candidates
     graph, layer_costs = candidate.graph, evaluator.layer_costs
     loads = layer_costs.loads.of_step(batch_split_of(graph))[0]
     timing = model_timing(graph, layer_costs, loads, problem.hardware)
@@ -328,7 +328,7 @@ def test_features_between_nodes_are_those_of_the_routes(exchange: str, tp: int) 
         settings = factory.recipe(parallel={**parallel, "exchange": exchange, "node_wise": node_wise}, global_batch=32)
         problem = formulate_problem(settings, _lopsided(), world_size=16, hardware="h100-80g", recipe_sha256="x")
         evaluator = Evaluator(problem)
-        [candidate] = ReplicatedStrategy().search(evaluator, None).candidates
+        [candidate] = ReplicatedStrategy().search(evaluator, None).results.candidates
         off_node = stage_balance(candidate, evaluator).off_node
         if exchange == "all_gather":
             assert off_node == {}
