@@ -655,7 +655,7 @@ def test_kept_weights_are_gathered_by_the_first_forward_of_a_step_alone(schedule
     seconds = {}
     for zero in (2, 3):
         parallel = {"placement": "replicated", "dispatch": "llm", "schedule": schedule, "zero": zero, "shard": "all"}
-        parallel |= {"vision": {"num_microbatches": 2}}
+        parallel |= {"vision": {"num_microbatches": 2}, "llm": {"tp": 1}}
         cluster = {"intra_node_gb_per_s": 1e-3, "ranks": 4}
         settings = factory.recipe(parallel=parallel, global_batch=8, cluster=cluster)
         problem = formulate_problem(settings, factory.lengths(), world_size=4, hardware="h100-80g", recipe_sha256="x")
