@@ -33,6 +33,8 @@ from mmtrain.planning.space.sample_batches import num_microbatches_of
 from mmtrain.program.ir.graph import LLM, DispatchMode
 from mmtrain.recipe.settings.modalities import GENERATOR
 
+FAR_BEHIND_RATIO = 1.15  # of a mesh's best step to the fastest so far, above which no further size of shards is tried
+
 
 class ReplicatedStrategy:
     """Simulates candidates for every size of shards, way to dispatch and schedule."""
@@ -59,6 +61,8 @@ class ReplicatedStrategy:
         for num_done, candidates in enumerate(alternatives, start=1):
             for candidate in candidates:
                 if _is_slower(candidate.assignment, fastest_s, evaluator):
+                    break
+                if _is_far_behind(candidate.assignment, simulated, fastest_s):
                     break
                 fit = fit_replicated(candidate, evaluator)
                 if isinstance(fit, Rejected):
@@ -164,6 +168,21 @@ def _recomputes_encoders(candidate: Candidate) -> bool:
     """Return whether memory makes an encoder compute layers again, which more mini-batches may spare."""
     units = candidate.layout.units.items()
     return any(unit.num_recomputed for name, unit in units if name not in (LLM, GENERATOR))
+
+
+def _is_far_behind(assignment: MeshAssignment, simulated: Sequence[Candidate], fastest_s: float) -> bool:
+    """Return whether shards of other sizes on this mesh, with tensor or context parallelism, are far from the fastest.
+
+    What a mesh computes stays, whatever the size of its shards.
+    """
+    llm = assignment.meshes[LLM]
+    if llm.tp == llm.cp == 1:
+        return False
+    others = (
+        c for c in simulated if c.assignment.meshes == assignment.meshes and c.assignment.shard != assignment.shard
+    )
+    best_s = min((candidate.step_time_s for candidate in others), default=0.0)
+    return best_s > FAR_BEHIND_RATIO * fastest_s
 
 
 def _dispatch_modes(problem: PlanningProblem, num_replicas: int) -> tuple[DispatchMode, ...]:
