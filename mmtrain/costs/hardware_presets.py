@@ -67,10 +67,10 @@ _CUDA_CONTEXT_BYTES = 551e6
 
 # What collectives inside a node reach of these rates: bytes a second from 256 to 512 MiB in isolated calls of NCCL 2.27
 # (A100) and 2.29 (H100, H200) by 2, 4 and 8 GPUs (ai-dynamo/aiconfigurator@095f58a5, comm/nccl): gathers 158, 202 and
-# 222 GB/s, all-reduces 199, 225 and 230 (A100); gathers 270, 329 and 345, all-reduces 328, 356 and 476, by NVLink SHARP
-# (H100, H200).
+# 222 GB/s, all-reduces 199, 225 and 230 (A100); gathers 270, 329 and 345, all-reduces 328 and 356 (H100, H200). Eight
+# of these reduce at 476 by NVLink SHARP, which is not counted on: not every cluster has it on.
 _GROUPS_OF_A100 = ((2, 0.66, 0.83), (4, 0.84, 0.94), (8, 0.925, 0.96))
-_GROUPS_OF_H100 = ((2, 0.73, 0.89), (4, 0.89, 0.96), (8, 0.93, 1.29))
+_GROUPS_OF_H100 = ((2, 0.73, 0.89), (4, 0.89, 0.96), (8, 0.93, 1.0))
 
 # What all GPUs share. GPUs of one type differ by 8% on average in sustained compute (Sinha et al., "Not All GPUs Are
 # Created Equal", SC22), a standard deviation of about 2%. That passes of one layer on one GPU differ by 1% is an

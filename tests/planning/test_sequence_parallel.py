@@ -55,7 +55,8 @@ def test_sequence_parallelism_is_on_where_it_costs_no_time_and_never_takes_more_
     problem = problem_for(recipe(llm=wider, seq_len=8192, global_batch=2), "h100-80g")
     without = Evaluator(problem).layer_costs
     chosen = without.with_settings(sp=choose_sequence_parallelism(problem, without))
-    assert chosen.has_sp("llm", 2)
+    assert chosen.has_sp("llm", 4)
+    assert not chosen.has_sp("llm", 2), "two ranks gather and scatter at 0.8 of the rate at which they reduce"
     assert not chosen.has_sp("llm", 1)
     for assignment in mesh_assignments(problem.choices, 4):
         layout = anchor_layout(assignment, without, problem.choices)

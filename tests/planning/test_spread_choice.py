@@ -47,7 +47,7 @@ def pair_of(layers: float) -> tuple[Evaluator, list[Candidate]]:
     """Simulate a large LLM on slow links: tensor-parallel ranks meet in every layer, data-parallel ones once a step."""
     llm = {"hidden": 1024, "ffn": 4096, "heads": 8, "vocab": 32_000}
     parallel = {"bucket_parameters": 1_000_000_000}  # nothing hides what data-parallel ranks exchange
-    problem = uneven(0.0, layers, gb_per_s=80.0, vision=None, llm=llm, parallel=parallel, global_batch=4)
+    problem = uneven(0.0, layers, gb_per_s=92.0, vision=None, llm=llm, parallel=parallel, global_batch=4)
     evaluator = Evaluator(problem)
     candidates = []
     for mesh in (MeshSize(4, 1, 1), MeshSize(1, 1, 4)):
