@@ -1,0 +1,109 @@
+"""The wheel holds what its users need beside code, with the metadata that an index shows."""
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from email.message import Message
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+
+from mmtrain import __version__
+
+ROOT = Path(__file__).parents[1]
+ADDRESS = "https://example.org/somebody/mmtrain"
+# Of https://www.apache.org/licenses/LICENSE-2.0.txt.
+SHA256_OF_APACHE_2 = "cfc7749b96f63bd31c3c42b5c471bf756814053e847c10f3eb003417bc523d30"
+SOURCES = ["mmtrain", "recipes", "docs/recipe.schema.json", "scripts/train.sbatch"]
+FILES_OF_BUILD = ["pyproject.toml", "setup.py", "README.md", "LICENSE", "NOTICE", "MANIFEST.in"]
+
+
+def build_wheel(folder: Path, address: str = "") -> Path:
+    """Build a wheel from a copy of what the build may read, so that the tree stays as it is."""
+    tree = folder / "tree"
+    for name in (*SOURCES, *FILES_OF_BUILD):
+        source, copy = ROOT / name, tree / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        if source.is_dir():
+            shutil.copytree(source, copy, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copyfile(source, copy)
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-index"]
+    env = {**os.environ, "MMTRAIN_REPOSITORY_URL": address, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    subprocess.run([*command, "--wheel-dir", str(folder), str(tree)], check=True, env=env)
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_wheel(tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def wheel_with_address(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_wheel(tmp_path_factory.mktemp("wheel_with_address"), f"{ADDRESS}/")
+
+
+def metadata(wheel: Path) -> Message:
+    with zipfile.ZipFile(wheel) as archive:
+        text = archive.read(f"mmtrain-{__version__}.dist-info/METADATA").decode()
+    return Parser().parsestr(text)
+
+
+def test_the_licence_is_apache_2_word_for_word() -> None:
+    assert hashlib.sha256((ROOT / "LICENSE").read_bytes()).hexdigest() == SHA256_OF_APACHE_2
+
+
+def test_the_notice_names_every_file_that_is_shipped_beside_code() -> None:
+    """Files are named one by one, by a pattern of the notice, or as files of a Python package."""
+    notice = (ROOT / "NOTICE").read_text(encoding="utf-8")
+    patterns = re.findall(r"(?:[\w.*-]+/)+[\w.*-]+\.(?:yaml|csv|json|sbatch)", notice)
+    named = {path for pattern in patterns for path in ROOT.glob(pattern)}
+    data = [path for kind in ("yaml", "csv", "json") for path in (ROOT / "mmtrain").rglob(f"*.{kind}")]
+    recipes = [path for path in (ROOT / "recipes").rglob("*.*") if path.name != "README.md"]
+    assert {*data, *recipes} <= named
+
+
+def test_metadata_name_licence_authors_and_version(wheel: Path) -> None:
+    found = metadata(wheel)
+    assert found["Version"] == __version__
+    assert found["License-Expression"] == "Apache-2.0"
+    assert found.get_all("License-File") == ["LICENSE", "NOTICE"]
+    assert found["Author"] == "The mmtrain authors"
+    assert len(found["Keywords"].split(",")) > 3
+
+
+def test_the_wheel_holds_recipes_schema_job_file_and_cost_tables(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    recipes = {
+        f"mmtrain/shipped/{path.relative_to(ROOT).as_posix()}" for path in ROOT.glob("recipes/**/*") if path.is_file()
+    }
+    assert len(recipes) > 60
+    tables = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("mmtrain/costs/tables/*.json")}
+    assert recipes | tables <= names
+    assert {"recipe.schema.json", "train.sbatch"} <= {name.removeprefix("mmtrain/shipped/") for name in names}
+    assert {"mmtrain/py.typed", "mmtrain/costs/published_errors.json"} <= names
+
+
+def test_links_stay_relative_without_an_address(wheel: Path) -> None:
+    found = metadata(wheel)
+    assert found.get_payload() == (ROOT / "README.md").read_text(encoding="utf-8")
+    assert found.get_all("Project-URL") is None
+
+
+def test_links_become_absolute_with_an_address(wheel_with_address: Path) -> None:
+    found = metadata(wheel_with_address)
+    description = str(found.get_payload())
+    targets = re.findall(r"\]\(([^)]+)\)", description)
+    assert f"{ADDRESS}/blob/v{__version__}/docs/planning.md" in targets
+    assert all(target.startswith(("https://", "#")) for target in targets)
+    assert f"Source, {ADDRESS}" in found.get_all("Project-URL", [])
+    changelog = f"{ADDRESS}/blob/v{__version__}/CHANGELOG.md"
+    assert f"Changelog, {changelog}" in found.get_all("Project-URL", [])
