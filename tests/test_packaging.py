@@ -1,6 +1,7 @@
 """The wheel holds what its users need beside code, with the metadata that an index shows."""
 
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from mmtrain import __version__
+from mmtrain.recipe import load_recipe, recipe_fingerprint
 
 ROOT = Path(__file__).parents[1]
 ADDRESS = "https://example.org/somebody/mmtrain"
@@ -107,3 +109,31 @@ def test_links_become_absolute_with_an_address(wheel_with_address: Path) -> None
     assert f"Source, {ADDRESS}" in found.get_all("Project-URL", [])
     changelog = f"{ADDRESS}/blob/v{__version__}/CHANGELOG.md"
     assert f"Changelog, {changelog}" in found.get_all("Project-URL", [])
+
+
+def run_installed(packages: Path, here: Path, *arguments: str) -> str:
+    """Run `mmtrain` of the folder `packages` and return what it prints; dependencies are those of this environment."""
+    env = {**os.environ, "PYTHONPATH": str(packages), "COLUMNS": "120"}
+    command = [sys.executable, "-m", "mmtrain", *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True, cwd=here, env=env).stdout
+
+
+def test_an_installed_wheel_copies_recipes_that_load(wheel: Path, tmp_path: Path) -> None:
+    packages = tmp_path / "packages"
+    install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--no-compile"]
+    subprocess.run([*install, "--target", str(packages), str(wheel)], check=True)
+    here = tmp_path / "here"
+    here.mkdir()
+    listed = json.loads(run_installed(packages, here, "recipes", "--json"))
+    assert all(Path(row["path"]).is_relative_to(packages) for row in listed["recipes"])
+    assert Path(listed["job_file"]).is_relative_to(packages)
+    assert len(listed["recipes"]) == len(list(ROOT.glob("recipes/**/*.yaml")))
+    run_installed(packages, here, "recipes", "copy", "whatif/internvl_26b")
+    run_installed(packages, here, "recipes", "copy", "demo")
+    copy = here / "recipes" / "whatif" / "internvl_26b.yaml"
+    assert recipe_fingerprint(load_recipe(copy).recipe) == recipe_fingerprint(
+        load_recipe(ROOT / "recipes" / "whatif" / "internvl_26b.yaml").recipe
+    )
+    assert load_recipe(here / "recipes" / "demo.yaml").recipe.data.sources[0].path == here / "demo-data" / "train.json"
+    schema = json.loads((here / "recipes" / "recipe.schema.json").read_text(encoding="utf-8"))
+    assert schema == json.loads((ROOT / "docs" / "recipe.schema.json").read_text(encoding="utf-8"))

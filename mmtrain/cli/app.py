@@ -14,6 +14,7 @@ from mmtrain.cli import (
     inspect,
     plan,
     profile,
+    recipes,
     report,
     simulate,
     train,
@@ -40,6 +41,7 @@ app.command()(evaluate.evaluate)
 app.command()(export.export)
 app.command()(inspect.inspect)
 app.add_typer(data.app, name="data")
+app.add_typer(recipes.app, name="recipes")
 app.command()(doctor.doctor)
 
 

@@ -34,6 +34,8 @@ COMMANDS = [
     "data group",
     "data check",
     "data serve",
+    "recipes",
+    "recipes copy",
     "schema",
 ]
 

@@ -40,7 +40,7 @@ def test_there_are_commands_in_the_documentation() -> None:
 def test_a_documented_command_is_accepted(line: str) -> None:
     _, *words = shlex.split(line)
     command = get_command(app)
-    while hasattr(command, "commands"):
+    while hasattr(command, "commands") and words:
         command = command.commands[words.pop(0)]
     context = command.make_context(command.name or "", words)
     recipe = context.params.get("recipe")

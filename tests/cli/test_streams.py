@@ -26,6 +26,7 @@ CALLS = {
     "data stats": "--recipe {demo}",
     "data group": "{demo}",
     "data check": "--recipe {demo}",
+    "recipes copy": "demo",
     "schema": "",
     "doctor": "--no-links",
     "inspect": "model",
@@ -38,7 +39,7 @@ CALLS = {
     "evaluate": "run --limit 2",
     "export": "run --out exported",
 }
-WRITTEN = ["made", "model", "plan.json", "plan.html", "costs.json", "run", "exported"]
+WRITTEN = ["made", "recipes", "model", "plan.json", "plan.html", "costs.json", "run", "exported"]
 
 
 @pytest.fixture(scope="module")
