@@ -14,6 +14,7 @@ from mmtrain.checkpoint.storage import ProgressCallback, ignore_progress
 from mmtrain.checkpoint.tensor_pieces import Region, ShardSpec, overlap
 from mmtrain.checkpoint.verify_files import read_manifest, verify_together
 from mmtrain.errors import CheckpointError
+from mmtrain.written_by import OTHER_FORMAT
 
 if TYPE_CHECKING:
     import torch
@@ -30,7 +31,8 @@ def open_newest_good(
 
     All ranks of a job open the same checkpoint and share the hashing. For each newer one that is damaged, rank 0 calls
     `on_bad` with a line that names the folder, its files and what is wrong. `progress` hears of what this rank reads,
-    here and from the checkpoint. Raises CheckpointError on all ranks if no checkpoint is good.
+    here and from the checkpoint. Raises CheckpointError on all ranks if no checkpoint is good, or if one that is newer
+    than the first good one is of another format: to go on from an older one would lose steps without a word.
     """
     ranks = ranks or Ranks.alone()
     # Rank 0 lists for all ranks: ranks that opened different steps would train on without an error.
@@ -47,6 +49,7 @@ def open_newest_good(
             problems = [f"{layout.MANIFEST}: its state lacks {k!r}" for k in required_state if k not in manifest.state]
         if not problems:
             return Checkpoint(folder, manifest, progress)
+        _require_known_format(folder, problems)
         if ranks.rank == 0:
             on_bad(f"checkpoint {folder} is damaged and not used: {'; '.join(problems)}")
     if folders:
@@ -57,7 +60,7 @@ def open_newest_good(
 def open_step(root: Path, step: int, on_bad: Callable[[str], None]) -> "Checkpoint":
     """Open the newest good checkpoint of one step, alone; see `open_newest_good`.
 
-    Raises CheckpointError, which says which steps there are, if there is none.
+    Raises CheckpointError, which says which steps there are, if there is none, and as `open_newest_good`.
     """
     folders = layout.find(root)
     for folder in folders:
@@ -66,10 +69,23 @@ def open_step(root: Path, step: int, on_bad: Callable[[str], None]) -> "Checkpoi
         problems = verify_together(folder, Ranks.alone())
         if not problems:
             return Checkpoint(folder, read_manifest(folder))
+        _require_known_format(folder, problems)
         on_bad(f"checkpoint {folder} is damaged and not used: {'; '.join(problems)}")
     steps = sorted({str(layout.step_of(folder)) for folder in folders}, key=int)
     there_are = f"there are checkpoints of steps {', '.join(steps)}" if steps else "there is none at all"
     raise CheckpointError(f"no good checkpoint of step {step} in {root}; {there_are}")
+
+
+def _require_known_format(folder: Path, problems: Sequence[str]) -> None:
+    """Raise CheckpointError if a checkpoint is not damaged, but of another format; every rank has the same problems."""
+    start = f"{layout.MANIFEST}: {OTHER_FORMAT} "
+    for problem in problems:
+        if problem.startswith(start):
+            what = problem.removeprefix(f"{layout.MANIFEST}: ")
+            raise CheckpointError(
+                f"checkpoint {folder} {what}; go on with the version that wrote it, or move the folder away to start "
+                "from an older checkpoint"
+            )
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mmtrain import __version__
 from mmtrain.checkpoint import folders as layout
 from mmtrain.checkpoint.storage import FileSum
 from mmtrain.checkpoint.tensor_pieces import ShardSpec
 from mmtrain.errors import CheckpointError
+from mmtrain.written_by import WRITTEN_BY, describe_other_format
 
 FORMAT = 1
 SUSPECT_SINCE = "suspect_since"  # key of the state: the step from which on the weights may be spoiled, or None
@@ -50,6 +52,7 @@ class Manifest:
         body = json.dumps(
             {
                 "format": FORMAT,
+                WRITTEN_BY: __version__,
                 "step": self.step,
                 "world_size": self.world_size,
                 "state": self.state,
@@ -86,7 +89,7 @@ class Manifest:
     def _from_body(cls, body: dict[str, Any]) -> "Manifest":
         """Parse what the sum covers. A sum says that nothing changed, and not that mmtrain wrote it."""
         if body["format"] != FORMAT:
-            raise CheckpointError(f"has format {body['format']}; this version of mmtrain reads format {FORMAT}")
+            raise CheckpointError(describe_other_format(body["format"], body.get(WRITTEN_BY), FORMAT))
         step, world_size, state = body["step"], body["world_size"], body["state"]
         if type(step) is not int or type(world_size) is not int or world_size < 1 or not isinstance(state, dict):
             raise TypeError(f"step {step!r}, world_size {world_size!r}, state {state!r}")

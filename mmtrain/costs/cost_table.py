@@ -1,11 +1,13 @@
 """The cost table: measured seconds and bytes of layers and messages on one kind of hardware, stored as JSON."""
 
+import json
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from mmtrain import __version__
 from mmtrain.costs.cost_model import TokenLoad
 from mmtrain.costs.find_hardware import is_same_hardware
 from mmtrain.costs.layer_fields import checked_layer_fields, layer_fields, layer_key, shape_of_fields
@@ -18,6 +20,7 @@ from mmtrain.costs.table_contradictions import (
 )
 from mmtrain.errors import PlanError
 from mmtrain.models.shapes.model_shape import LayerShape
+from mmtrain.written_by import WRITTEN_BY, describe_other_format
 
 __all__ = [
     "CoreSpeed",
@@ -33,6 +36,7 @@ __all__ = [
     "layer_key",
 ]
 
+COST_TABLE_VERSION: Literal[1] = 1
 TimedPass = Literal["forward", "forward_only", "recompute", "backward", "backward_weight", "backward_input"]
 Source = Literal["measured", "modelled"]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]  # 0: what recomputation adds may be lost in noise
@@ -177,7 +181,8 @@ class CostTable(_Frozen):
     what is modelled because the table has no entry for it.
     """
 
-    version: Literal[1] = 1
+    version: Literal[1] = COST_TABLE_VERSION
+    mmtrain: str = __version__  # that wrote it
     hardware: str  # name of the preset that models what was not measured
     device: str  # the device that was measured
     precision: Literal["fp32", "bf16"]
@@ -215,10 +220,13 @@ class CostTable(_Frozen):
         """Read a table.
 
         Raises:
-            PlanError: the file does not exist or cannot be read, or is no cost table; the message starts with `key`.
+            PlanError: the file does not exist or cannot be read, is no cost table or of another format; the message
+                starts with `key`.
         """
         try:
-            return cls.model_validate_json(path.read_text(encoding="utf-8"))
+            text = path.read_text(encoding="utf-8")
+            _require_readable(text, f"{key}: {path}")
+            return cls.model_validate_json(text)
         except FileNotFoundError:
             raise PlanError(f"{key}: {path}: no such file; make it with `mmtrain profile RECIPE --out FILE`") from None
         except OSError as error:
@@ -301,3 +309,14 @@ class CostTable(_Frozen):
     def is_recorded(self) -> bool:
         """Whether a run has corrected the table."""
         return bool(self.layer_scales)
+
+
+def _require_readable(text: str, where: str) -> None:
+    """Raise PlanError for a table of another format; what is no JSON object is left to validation."""
+    try:
+        raw = json.loads(text)
+    except ValueError:
+        return
+    if isinstance(raw, dict) and raw.get("version", COST_TABLE_VERSION) != COST_TABLE_VERSION:
+        problem = describe_other_format(raw["version"], raw.get(WRITTEN_BY), COST_TABLE_VERSION)
+        raise PlanError(f"{where}: the cost table {problem}; make it again with `mmtrain profile`")

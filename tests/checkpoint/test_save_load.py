@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import tempfile
 from itertools import pairwise
 from pathlib import Path
@@ -13,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from mmtrain import __version__
 from mmtrain.checkpoint import (
     SUSPECT_SINCE,
     Checkpoint,
@@ -24,10 +26,12 @@ from mmtrain.checkpoint import (
     is_trusted,
     latest,
     open_newest_good,
+    open_step,
     save,
     verify,
 )
 from mmtrain.errors import CheckpointError
+from mmtrain.written_by import WRITTEN_BY
 from tests.checkpoint.conftest import in_threads, shards_of, weights
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool, torch.float16]
@@ -210,7 +214,7 @@ def test_a_manifest_with_a_good_sum_and_any_missing_or_wrong_part_is_named(root:
     path = folder / "manifest.json"
     body = json.loads(path.read_bytes())["manifest"]
     assert verify(folder) == []
-    for key in body:
+    for key in body.keys() - {WRITTEN_BY}:  # which only messages name
         for wrong in (None, 7, -1, "x", [], {"x": 1}, {"../x": [1, "x"]}, {"x": {}}):
             path.write_bytes(seal({name: value for name, value in body.items() if name != key}))
             assert verify(folder) == [f"manifest.json: lacks '{key}'"]
@@ -387,3 +391,20 @@ def test_the_newest_checkpoint_that_is_not_suspect_is_kept_beside_the_newest(roo
     assert [is_trusted(folder) for folder in find(root)] == [False, True]
     save_alone(root, 6, keep=1)
     assert [folder.name for folder in find(root)] == ["step-00000006"], "it takes the place of both"
+
+
+def test_a_newer_checkpoint_of_another_format_is_not_passed_over(root: Path) -> None:
+    """An older good one would be opened without a word, and the steps after it lost."""
+    save_alone(root, 1)
+    folder = save_alone(root, 2)
+    path = folder / "manifest.json"
+    body = json.loads(path.read_bytes())["manifest"]
+    path.write_bytes(seal(body | {"format": 2, WRITTEN_BY: "9.1"}))
+    reports: list[str] = []
+    message = f"{folder} is of format 2, written by mmtrain 9.1; this is mmtrain {__version__}, which reads format 1; "
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        open_newest_good(root, reports.append)
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        open_step(root, 2, reports.append)
+    assert reports == []
+    assert open_step(root, 1, reports.append).step == 1

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from mmtrain import __version__
 from mmtrain.errors import PlanError
 from mmtrain.planning import Plan, load_plan, require_match
 from mmtrain.planning.artifact.plan_files import ranks_to_start
@@ -33,9 +34,14 @@ def test_the_fingerprint_is_that_of_the_whole_plan(chosen: Plan) -> None:
     ("content", "message"),
     [
         ("{", "not a plan file, since it is not JSON"),
-        ("[]", "version None of the plan file, this mmtrain reads 2"),
-        ('{"version": 7}', "version 7 of the plan file"),
-        ('{"version": 1}', "version 1 of the plan file, this mmtrain reads 2; make a new one with `mmtrain plan`"),
+        ("[]", "not a plan file, since it is not a JSON object"),
+        ("{}", "is of format None, written by an unknown version of mmtrain; "),
+        ('{"version": 1}', "is of format 1, .*, which reads format 2; make a new one with `mmtrain plan`"),
+        ('{"version": 7, "mmtrain": "9.1"}', f"of format 7, written by mmtrain 9.1; this is mmtrain {__version__}, "),
+        (
+            '{"version": 2, "mmtrain": "9.1"}',
+            f"damaged plan file .written by mmtrain 9.1; this is mmtrain {__version__}",
+        ),
         ('{"version": 2, "world_size": "many"}', "damaged plan file: .*world_size"),
     ],
 )

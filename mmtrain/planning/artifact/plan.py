@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
+from mmtrain import __version__
 from mmtrain.balance.dispatch.phase_loads import OffNodeVolume, PhaseLoad
 from mmtrain.costs.hardware import Precision
 from mmtrain.models.shapes.model_shape import OffloadMode
@@ -334,6 +335,7 @@ class Plan(_Frozen):
     """What the planner saves and the runtime executes, unchanged."""
 
     version: int = PLAN_VERSION
+    mmtrain: str = __version__  # that wrote it
     recipe_sha256: str
     # By dotted path, what the fingerprint covers; of files the names. Empty in plans that no search has made.
     settings: dict[str, Any] = Field({})

@@ -13,6 +13,7 @@ from mmtrain.recipe.checks.context_checks import check_context_parallelism
 from mmtrain.recipe.loading.recipe_loader import plan_settings, recipe_fingerprint
 from mmtrain.recipe.settings.parallel_settings import LlmParallel
 from mmtrain.recipe.settings.schema import Recipe
+from mmtrain.written_by import WRITTEN_BY, describe_other_format, describe_writer
 
 MAX_SHOWN_SETTINGS = 5  # in a message
 REPLAN_HINT = "make a new one with `mmtrain plan`"
@@ -22,7 +23,7 @@ def load_plan(path: Path) -> Plan:
     """Read a plan.
 
     Raises:
-        PlanError: the file is missing, damaged, or of another version.
+        PlanError: the file is missing, damaged, or of another format; then the message has the version that wrote it.
     """
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
@@ -30,16 +31,17 @@ def load_plan(path: Path) -> Plan:
         raise PlanError(f"{path}: cannot read the plan ({error.strerror}); {REPLAN_HINT}") from error
     except ValueError as error:
         raise PlanError(f"{path}: not a plan file, since it is not JSON ({error}); {REPLAN_HINT}") from error
-    version = raw.get("version") if isinstance(raw, dict) else None
-    if version != PLAN_VERSION:
-        raise PlanError(
-            f"{path}: version {version!r} of the plan file, this mmtrain reads {PLAN_VERSION}; {REPLAN_HINT}"
-        )
+    if not isinstance(raw, dict):
+        raise PlanError(f"{path}: not a plan file, since it is not a JSON object; {REPLAN_HINT}")
+    writer = raw.get(WRITTEN_BY)
+    if raw.get("version") != PLAN_VERSION:
+        problem = describe_other_format(raw.get("version"), writer, PLAN_VERSION)
+        raise PlanError(f"{path}: the plan file {problem}; {REPLAN_HINT}")
     try:
         return Plan.model_validate(raw)
     except ValidationError as error:
         problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-        raise PlanError(f"{path}: damaged plan file: {problems}; {REPLAN_HINT}") from error
+        raise PlanError(f"{path}: damaged plan file{describe_writer(writer)}: {problems}; {REPLAN_HINT}") from error
 
 
 def ranks_to_start(plan: Plan, recipe: Recipe, available: int) -> int:
