@@ -17,6 +17,8 @@
         `-- LaunchError          exit 2   world size, port or ranks do not fit together
 
 `StoppedAndSaved` (exit 75) is no error but is raised like one: a signal arrived, and the state is on disk.
+
+`RetiredSettingWarning` is a warning: a recipe has a setting that a later version will reject.
 """
 
 from collections.abc import Iterator
@@ -90,6 +92,10 @@ class ProgramError(UserError):
 
 class LaunchError(UserError):
     """World size, port or ranks do not fit together."""
+
+
+class RetiredSettingWarning(FutureWarning):
+    """A recipe has a setting that a later version will reject; the message names what replaces it."""
 
 
 class StoppedAndSaved(MmtrainError):  # noqa: N818 - not an error

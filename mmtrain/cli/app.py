@@ -1,6 +1,7 @@
 """Register the commands, and turn errors into a message and an exit code in one place."""
 
 import sys
+import warnings
 from typing import Annotated
 
 import typer
@@ -20,7 +21,7 @@ from mmtrain.cli import (
     train,
     verify,
 )
-from mmtrain.errors import MmtrainError
+from mmtrain.errors import MmtrainError, RetiredSettingWarning
 from mmtrain.machine_limits import drop_thread_binding
 from mmtrain.system_errors import system_errors_named
 
@@ -45,8 +46,21 @@ app.add_typer(recipes.app, name="recipes")
 app.command()(doctor.doctor)
 
 
+_format_as_python_does = warnings.formatwarning
+
+
+def _format_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """Write a warning for users like an error, without a line of our code; others as Python does."""
+    if issubclass(category, RetiredSettingWarning):
+        return f"mmtrain: {message}\n"
+    return _format_as_python_does(message, category, filename, lineno, line)
+
+
 def main() -> None:
     """Run the command in `sys.argv`, and turn an error into a message and an exit code."""
+    warnings.formatwarning = _format_warning
     remark = drop_thread_binding()
     if remark is not None:
         typer.echo(f"mmtrain: {remark}", err=True)

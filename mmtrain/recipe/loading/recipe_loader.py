@@ -18,6 +18,8 @@ from mmtrain.recipe.checks.cross_checks import CHECKS
 from mmtrain.recipe.loading import strict_yaml
 from mmtrain.recipe.loading.apply_model_folder import AUTOENCODER_SETTING, apply_model_folders, is_folder_setting
 from mmtrain.recipe.loading.energon_blends import apply_blends
+from mmtrain.recipe.loading.lowest_version import require_new_enough
+from mmtrain.recipe.loading.retired_settings import replace_retired
 from mmtrain.recipe.loading.strict_yaml import parse_yaml
 from mmtrain.recipe.loading.validation import validate
 from mmtrain.recipe.raw_tree import (
@@ -103,6 +105,8 @@ class WrittenRecipe:
         tree = lay_stage_over(_with_overrides(self._tree, filter(is_about_stages, changes), files))
         overrides = [override for override in (*self.overrides, *changes) if not is_about_stages(override)]
         tree = _with_overrides(tree, overrides, files)
+        tree, retired_problems = replace_retired(tree)
+        files.problems += retired_problems
         tree, folder_problems = apply_model_folders(_make_paths_absolute(tree))
         if any(is_folder_setting(problem.where) or problem.where == AUTOENCODER_SETTING for problem in folder_problems):
             # Everything that the folder would have supplied is missing; these problems would hide the cause.
@@ -162,6 +166,7 @@ def _merge_over_bases(root: Node, path: Path, files: _RecipeFiles, chain: tuple[
         raise RecipeError(f"{path}: the file is empty; a recipe has at least name, model, data and train")
     if not isinstance(root.value, dict):
         raise RecipeError(f"{root.origin}: found {_kind(root)} at the top level; allowed: a mapping (`name: ...`)")
+    require_new_enough(root)
     tree = Node({}, root.origin)
     for base in _bases(root.value.get("extends"), files):
         base_path = Path(os.path.normpath(path.parent / str(base.value)))

@@ -34,6 +34,12 @@ class Recipe(Section):
         affects=NOTHING,
         description="Folder that the run writes to. Default: `runs/<name>` in the current folder.",
     )
+    mmtrain: str | None = setting(
+        None,
+        affects=NOTHING,
+        description="Lowest version of mmtrain that reads this recipe as it is meant, such as 0.1.0. An older one "
+        "rejects the recipe. Default: none is stated.",
+    )
 
     @property
     def states_groups(self) -> bool:
