@@ -19,6 +19,7 @@ COPY scripts/train.sbatch scripts/train.sbatch
 # adds FlashAttention-4 and liger-kernel, which are wheels; the image's own FlashAttention-2 stays as it is. A torch that
 # is newer than pyproject.toml allows ends the build with pip's message: take an older tag.
 RUN python -c "import torch; print('torch==' + torch.__version__)" > /tmp/torch.txt \
+    && pip install --no-cache-dir 'setuptools>=77.0.3' \
     && pip install --no-cache-dir --no-build-isolation -c /tmp/torch.txt '.[cuda]' \
     && python -c "import torch; assert open('/tmp/torch.txt').read().strip() == 'torch==' + torch.__version__" \
     && mmtrain --version
