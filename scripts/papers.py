@@ -1,93 +1,106 @@
-"""Plan the experiments of published systems, and print each published table with our figures beside it.
+"""Make docs/papers.md: the published tables and figures of four systems beside our plans at the papers' settings.
 
-    python -m scripts.papers [--only optimus] [--plans FOLDER]
+    python -m scripts.papers                       write docs/papers.md and docs/papers_runs.md from the record
+    python -m scripts.papers run [--only omnibal]  plan what the record lacks, one run after another
+    python -m scripts.papers --texts FOLDER        find each quotation in the papers' texts
 
-"predicted" means that both figures state the same quantity, and that ours comes from the cost model: no GPU has
-confirmed it. "measured" figures are of runs on a CPU, or counted on lengths; the last column names the script. "not
-comparable" says why there. A plan takes seconds to minutes; `--plans` keeps them in a folder and reads those that are
-there. `scripts/paper_tables.py` has the published figures with their sources.
+`run` saves every answer when it has it, so it may be stopped and started again. `--only` takes the beginning of names
+of runs, such as `omnibal` or `omnibal/6b-20b`, or of a table, such as `mmscale_figure15`. Data: scripts/papers.
 """
 
 import argparse
-import hashlib
-import os
+import re
+import sys
 import time
+import unicodedata
+from collections.abc import Iterator
 from pathlib import Path
 
-from mmtrain.errors import PlanError
-from mmtrain.planning.artifact.plan import Plan
-from mmtrain.planning.planner import plan
-from mmtrain.planning.space.problem import PlanRequest
-from mmtrain.recipe import load_recipe, recipe_fingerprint
-from scripts.paper_tables import ALL_TABLES, PaperRow, PaperTable, PlanRun, all_runs
-from scripts.whatif_problems import WHAT_IF_FOLDER, whatif_problem
+from scripts.paper_data import DATA_FOLDER, ROOT, Papers, Published
+from scripts.paper_page import papers_page, runs_page
+from scripts.paper_record import Record, answer
 
-PlansByRun = dict[PlanRun, Plan | PlanError]
+INTRODUCTION = DATA_FOLDER / "introduction.md"
+PAGE = ROOT / "docs" / "papers.md"
+RUNS_PAGE = ROOT / "docs" / "papers_runs.md"
+LEFT_OUT = " [...] "  # in a quotation: words between its parts are not quoted
 
 
-def main() -> None:
-    """Print a Markdown table for each table of the papers."""
+def main() -> int:
+    """Write the pages, plan, or look for quotations; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=sorted({table.paper for table in ALL_TABLES}))
-    parser.add_argument("--plans", type=Path, help="folder of plans: those there are read, others are written")
+    parser.add_argument("action", nargs="?", choices=["page", "run"], default="page")
     parser.add_argument(
-        "--no-planning", action="store_true", help="leave out figures whose plans are not in the folder"
+        "--only", default="", help="with `run`: the beginning of runs' names, or of a table's file name"
     )
+    parser.add_argument("--texts", type=Path, help="folder of the papers' texts (*.txt)")
     options = parser.parse_args()
-    tables = [table for table in ALL_TABLES if options.only in (None, table.paper)]
-    plans: PlansByRun = {}
-    for run in all_runs(tables):
-        made = make_plan(run, options.plans, may_plan=not options.no_planning)
-        if made is not None:
-            plans[run] = made
-    print(f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} CPU cores")
-    for table in tables:
-        print_table(table, plans)
+    papers = Papers()
+    if options.texts is not None:
+        return report_quotations(papers, options.texts)
+    if options.action == "run":
+        plan_missing(papers, Record(), options.only)
+    write_pages(papers, Record())
+    return 0
 
 
-def make_plan(run: PlanRun, folder: Path | None, *, may_plan: bool = True) -> Plan | PlanError | None:
-    """Plan a recipe on the cluster that it names, with every loser explained, or read that plan, if there is one."""
-    recipe = load_recipe(WHAT_IF_FOLDER / f"{run.recipe}.yaml", list(run.settings)).recipe
-    fingerprint = recipe_fingerprint(recipe)
-    name = hashlib.sha256(f"{fingerprint} {recipe.cluster}".encode()).hexdigest()[:16]
-    file = None if folder is None else folder / f"{run.recipe.replace('/', '-')}-{name}.json"
-    if file is not None and file.exists():
-        return Plan.model_validate_json(file.read_text(encoding="utf-8"))
-    if not may_plan:
-        return None
-    try:
-        problem = whatif_problem(run.recipe, run.settings, request=PlanRequest(explain=True))
-        made = plan(problem)
-    except PlanError as error:
-        return error
-    if file is not None:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(made.model_dump_json(), encoding="utf-8")
-    return made
+def write_pages(papers: Papers, record: Record) -> None:
+    """Write docs/papers.md and docs/papers_runs.md."""
+    PAGE.write_text(papers_page(papers, record, INTRODUCTION.read_text(encoding="utf-8")), encoding="utf-8")
+    RUNS_PAGE.write_text(runs_page(papers, record), encoding="utf-8")
 
 
-def print_table(table: PaperTable, plans: PlansByRun) -> None:
-    """Print one table."""
-    print(f"\n### {table.title}\n\n{table.source}.\n")
-    print("| | published | ours | kind | why they differ |")
-    print("|---|---|---|---|---|")
-    for row in table.rows:
-        published = "not known here" if row.published is None else row.published
-        print(f"| {row.what} | {published} | {ours_of(row, plans)} | {row.kind} | {row.why} |", flush=True)
+def chosen_runs(papers: Papers, only: str) -> list[str]:
+    """Return the names of the runs that begin with `only`, or of the tables whose files do."""
+    of_tables = [
+        name
+        for table in papers.tables
+        if f"{table.paper}_{table.item.replace(' ', '')}".startswith(only)
+        for name in papers.run_names(table)
+    ]
+    by_name = [name for name in papers.runs if name.startswith(only)]
+    return list(dict.fromkeys(by_name or of_tables))
 
 
-def ours_of(row: PaperRow, plans: PlansByRun) -> str:
-    """Return our figure, or that nothing fits."""
-    made: list[Plan] = []
-    for run in row.runs:
-        planned = plans.get(run)
-        if planned is None:
-            return "not planned yet"
-        if isinstance(planned, PlanError):
-            return f"no plan of {' '.join(run.settings) or run.recipe} fits"
-        made.append(planned)
-    return row.ours(made)
+def plan_missing(papers: Papers, record: Record, only: str) -> None:
+    """Answer the chosen runs that have no answer yet, and save each at once."""
+    names = [name for name in chosen_runs(papers, only) if record.entry(name, papers.runs[name]) is None]
+    if only and not chosen_runs(papers, only):
+        sys.exit(f"--only {only}: no run's name and no table's file begins so; see scripts/papers")
+    for number, name in enumerate(names, start=1):
+        print(f"{time.strftime('%H:%M:%S')} {number} of {len(names)}: {name}", flush=True)
+        record.add(name, answer(papers.runs[name]))
+
+
+def quotations(papers: Papers) -> Iterator[tuple[str, Published]]:
+    """Yield where each quotation stands in the data files, and the quotation."""
+    for table in papers.tables:
+        for cell in table.cells:
+            yield f"{table.paper} {table.item}: {cell.what}", cell
+    for headline in papers.headlines:
+        yield f"{headline.paper}: {headline.what}", headline
+
+
+def plain(text: str) -> str:
+    """Return text without ligatures, Markdown emphasis, soft hyphens and differences of white space."""
+    text = unicodedata.normalize("NFKC", text).replace("\u00ad", "").replace("**", "")
+    return re.sub(r"\s+", " ", text).strip()
+
+
+def report_quotations(papers: Papers, folder: Path) -> int:
+    """Print the quotations that no text of the folder holds; return 1 if there are any."""
+    texts = [plain(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("*.txt"))]
+    found = missing = 0
+    for where, published in quotations(papers):
+        parts = [plain(part) for part in published.quote.split(LEFT_OUT)]
+        if any(all(part in text for part in parts) for text in texts):
+            found += 1
+        else:
+            missing += 1
+            print(f"not found: {where}: {published.quote}")
+    print(f"{found} of {found + missing} quotations stand in the {len(texts)} texts")
+    return 1 if missing else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

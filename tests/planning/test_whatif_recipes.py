@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from mmtrain.data import build_index
-from mmtrain.errors import PlanError
 from mmtrain.planning import Plan
 from mmtrain.planning.advise.baselines import BaselinePlanner
 from mmtrain.planning.formulate import formulate_problem
@@ -14,8 +13,6 @@ from mmtrain.planning.space.budget import DEFAULT_BUDGET
 from mmtrain.planning.space.problem import PlanRequest
 from mmtrain.recipe import load_recipe, recipe_fingerprint
 from mmtrain.recipe.settings.schema import Recipe
-from scripts.paper_tables import ALL_TABLES, PaperRow, PlanRun, all_runs
-from scripts.papers import ours_of
 from tests.plans import plan_recipe
 
 FOLDER = Path(__file__).parents[2] / "recipes/whatif"
@@ -99,18 +96,3 @@ def test_a_light_model_on_two_nodes_needs_no_pipeline(tmp_path: Path) -> None:
     chosen = planned(recipe, num_alternatives=4)
     assert chosen.placement == "unified"
     assert {(unit.tp, unit.pp, unit.dp) for unit in chosen.units.values()} == {(1, 1, 16)}
-
-
-def test_every_plan_beside_the_papers_tables_has_a_valid_recipe() -> None:
-    runs = all_runs(ALL_TABLES)
-    for run in runs:
-        recipe = load_recipe(FOLDER / f"{run.recipe}.yaml", list(run.settings)).recipe
-        assert recipe.cluster.ranks is not None
-    used = {run.recipe for run in runs}
-    bases = {"papers/omnibal", "papers/optimus"}
-    assert {f"papers/{path.stem}" for path in (FOLDER / "papers").glob("*.yaml")} <= used | bases
-
-
-def test_a_row_without_any_plan_that_fits_says_so() -> None:
-    row = PaperRow("speed-up", "1.2x", "predicted", (PlanRun("papers/optimus_14b", ("parallel.llm.tp=8",)),))
-    assert ours_of(row, {row.runs[0]: PlanError("nothing fits")}) == "no plan of parallel.llm.tp=8 fits"

@@ -1,0 +1,230 @@
+"""Answer the runs of scripts/papers one by one, and keep the answers in scripts/papers/record.json.
+
+The record is written after every run, so planning may be stopped and taken up again. An answer counts as long as the
+recipe with its settings, the cluster and the question are the same; the tree that made it is recorded.
+"""
+
+import dataclasses
+import hashlib
+import json
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mmtrain.balance import Grouping
+from mmtrain.balance.grouping.summary import composition_shares
+from mmtrain.data import DataIndex, build_index
+from mmtrain.data.stream.count_groups import count_groups
+from mmtrain.data.stream.recipe_summaries import compare_grouping_methods, score_isf_rounds, score_isf_thresholds
+from mmtrain.errors import PlanError
+from mmtrain.planning.artifact.plan import Plan
+from mmtrain.planning.formulate import formulate_problem
+from mmtrain.planning.group_size import choose_group_size
+from mmtrain.planning.planner import plan
+from mmtrain.planning.space.problem import Allocation, AllocationWatch, PlanRequest
+from mmtrain.recipe import Recipe, load_recipe, recipe_fingerprint
+from scripts.measurements import machine
+from scripts.paper_data import DATA_FOLDER, ROOT, Run
+
+RECORD_FILE = DATA_FOLDER / "record.json"
+SIGNIFICANT_DIGITS = 9  # of recorded figures: sums of floats differ in the last digits between machines
+Figures = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The answer to one run: figures, or the text with which it was refused."""
+
+    fingerprint: str
+    date: str
+    tree: str  # commit of the tree that answered
+    machine: str
+    seconds: float  # of one processor, so that a busy machine does not count
+    figures: Figures = field(default_factory=dict)
+    refused: str | None = None
+
+
+class Record:
+    """The answers by name of the run."""
+
+    def __init__(self, file: Path = RECORD_FILE) -> None:
+        self._file = file
+        saved = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        self.entries = {name: Entry(**fields) for name, fields in saved.items()}
+
+    def entry(self, name: str, run: Run) -> Entry | None:
+        """Return the answer to a run; None if there is none, or if the question has changed since."""
+        entry = self.entries.get(name)
+        return entry if entry is not None and entry.fingerprint == fingerprint(run) else None
+
+    def add(self, name: str, entry: Entry) -> None:
+        """Add an answer and save the file."""
+        self.entries[name] = entry
+        ordered = {key: dataclasses.asdict(self.entries[key]) for key in sorted(self.entries)}
+        partial = self._file.with_suffix(".partial")
+        partial.write_text(json.dumps(ordered, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        partial.replace(self._file)
+
+
+def fingerprint(run: Run) -> str:
+    """Return what identifies a question: the recipe with its settings, its cluster, the kind and the rule of thumb."""
+    recipe = load_recipe(run.path, run.all_settings).recipe
+    settings = sorted(run.all_settings)
+    text = f"{recipe_fingerprint(recipe)} {recipe.cluster} {settings} {run.kind} {run.baseline}"
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def answer(run: Run) -> Entry:
+    """Plan, group or count, and return figures, or the planner's refusal."""
+    recipe = load_recipe(run.path, run.all_settings).recipe
+    start_s = time.process_time()
+    figures: Figures = {}
+    refused = None
+    try:
+        figures = _ANSWERS[run.kind](recipe, build_index(recipe), run)
+    except PlanError as error:
+        refused = " ".join(str(error).split())
+    return Entry(
+        fingerprint(run),
+        time.strftime("%Y-%m-%d"),
+        _tree(),
+        machine(),
+        round(time.process_time() - start_s, 1),
+        _rounded(figures),
+        refused,
+    )
+
+
+def _plan(recipe: Recipe, index: DataIndex, request: PlanRequest) -> Plan:
+    """Plan as `mmtrain plan` does, on the cluster that the recipe names."""
+    num_ranks, sha256 = recipe.cluster.ranks, recipe_fingerprint(recipe)
+    assert num_ranks is not None, "recipes of papers name a cluster"
+    if not recipe.states_groups:
+        if recipe.data.seq_len == "auto":
+            recipe = choose_group_size(
+                recipe,
+                index.lengths,
+                num_ranks=num_ranks,
+                hardware=recipe.cluster.hardware,
+                recipe_sha256=sha256,
+                baseline=request.baseline,
+            )
+        else:
+            recipe = count_groups(recipe, index.lengths)
+    problem = formulate_problem(
+        recipe,
+        index.lengths,
+        world_size=num_ranks,
+        hardware=recipe.cluster.hardware,
+        recipe_sha256=sha256,
+        request=request,
+    )
+    return plan(problem)
+
+
+def _plan_figures(recipe: Recipe, index: DataIndex, run: Run) -> Figures:
+    return _figures_of(_plan(recipe, index, PlanRequest(num_alternatives=1, baseline=run.baseline)))
+
+
+def _figures_of(made: Plan) -> Figures:
+    """Return what cells show of a plan."""
+    predicted, balance = made.predicted, made.predicted.balance
+    figures: Figures = {
+        "placement": made.placement,
+        "gpus": made.world_size,
+        "meshes": {name: unit.mesh_text for name, unit in made.units.items()},
+        "shard": made.shard,
+        "recomputed": {name: unit.num_recomputed for name, unit in made.units.items()},
+        "step_s": predicted.step_time_s,
+        "mfu": predicted.mfu,
+        "tokens_per_s_per_gpu": predicted.tokens_per_s_per_gpu,
+        "peak_gib": max(predicted.peak_memory_gib.values()),
+        "bubbles": predicted.bubbles,
+        "efficiency": predicted.scheduling_efficiency,
+        "coarse_efficiency": predicted.coarse_scheduling_efficiency,
+        "seq_len": made.data.seq_len,
+        "step_samples": made.data.step_samples,
+    }
+    if balance is not None:
+        figures |= {
+            "gpu_days_per_million_samples": balance.gpu_days_per_million_samples,
+            "variances": [balance.parameter_variance, balance.layer_variance, balance.forward_variance],
+            "sent_gib": balance.sent_gib,
+            "memory_left_gib": balance.memory_left_gib,
+            "dispatch_s": balance.dispatch_s,
+            "phases": {name: load.over_mean for name, load in (balance.phases or {}).items()},
+            "off_node": {name: dataclasses.asdict(volume) for name, volume in balance.off_node.items()},
+        }
+    return figures
+
+
+def _allocation_figures(recipe: Recipe, index: DataIndex, run: Run) -> Figures:
+    """Return the seconds in which ranks were allocated to units, and the plan."""
+    allocations: list[Allocation] = []
+    watch = AllocationWatch(time.perf_counter, allocations.append)
+    made = _plan(recipe, index, PlanRequest(num_alternatives=1, allocation_watch=watch))
+    allocated = allocations[-1] if allocations else None
+    seconds = None if allocated is None else allocated.seconds
+    return _figures_of(made) | {"allocation_s": seconds}
+
+
+def _num_replicas(recipe: Recipe, grouping: Grouping) -> int:
+    return recipe.parallel.llm.dp or grouping.row_size
+
+
+def _grouping_figures(recipe: Recipe, index: DataIndex, run: Run) -> Figures:
+    recipe = count_groups(recipe, index.lengths)
+    grouping = Grouping.of(recipe.data, recipe.train.num_groups)
+    replicas = _num_replicas(recipe, grouping)
+    scores = compare_grouping_methods(index, grouping, recipe.train.seed, replicas, time.perf_counter)
+    return {score.method: _score_figures(score) for score in scores}
+
+
+def _isf_figures(recipe: Recipe, index: DataIndex, run: Run) -> Figures:
+    recipe = count_groups(recipe, index.lengths)
+    grouping = Grouping.of(recipe.data, recipe.train.num_groups)
+    arguments = (index, grouping, recipe.train.seed, _num_replicas(recipe, grouping), time.perf_counter)
+    rows = {"rounds": score_isf_rounds(*arguments), "thresholds": score_isf_thresholds(*arguments)}
+    return {name: [_score_figures(row.score) for row in scores] for name, scores in rows.items()}
+
+
+def _score_figures(score: Any) -> Figures:
+    return {
+        "mean_batch": score.mean_batch,
+        "pad_ratio": score.pad_ratio or 0.0,
+        "dist_ratio": score.dist_ratio,
+        "seconds": score.seconds,
+    }
+
+
+def _composition_figures(recipe: Recipe, index: DataIndex, run: Run) -> Figures:
+    shares = composition_shares(index.lengths)
+    return {share.unit: {"mean": share.mean, "deviation": share.deviation, "p95": share.p95} for share in shares}
+
+
+_ANSWERS: dict[str, Callable[[Recipe, DataIndex, Run], Figures]] = {
+    "plan": _plan_figures,
+    "allocation": _allocation_figures,
+    "grouping": _grouping_figures,
+    "isf": _isf_figures,
+    "composition": _composition_figures,
+}
+
+
+def _rounded(value: Any) -> Any:
+    """Round every float inside."""
+    if isinstance(value, float):
+        return float(f"{value:.{SIGNIFICANT_DIGITS}g}")
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    return [_rounded(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _tree() -> str:
+    """Return the commit of this tree, and whether files differ from it."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=8"]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    return found.stdout.strip() or "unknown"

@@ -1,0 +1,209 @@
+"""What docs/papers.md states of the papers stands in them, and what it states of our plans was asked for."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from _pytest.mark import ParameterSet
+from pydantic import ValidationError
+
+from mmtrain.recipe import load_recipe
+from scripts.paper_data import Cell, Headline, Papers, Published, Run
+from scripts.paper_figures import FIGURES
+from scripts.paper_page import NOT_PLANNED, cell_answer, headline_answer, papers_page, runs_page
+from scripts.paper_record import Entry, Figures, Record, answer
+from scripts.papers import (
+    INTRODUCTION,
+    PAGE,
+    RUNS_PAGE,
+    chosen_runs,
+    plain,
+    plan_missing,
+    quotations,
+    report_quotations,
+)
+
+PAPERS, RECORD = Papers(), Record()
+RECIPES = Path(__file__).parents[2] / "recipes" / "whatif" / "papers"
+ITEMS = {
+    "omnibal": [
+        *(f"table {number}" for number in range(1, 17)),
+        "figure 4",
+        *(f"appendix table {number}" for number in range(1, 8)),
+    ],
+    "mmscale": ["table 2", "table 3", *(f"figure {number}" for number in range(15, 21))],
+    "optimus": [*(f"table {number}" for number in (1, 3, 4, 5, 6, 7, 10)), "figure 15", "figure 16", "figure 17"],
+    "orchmllm": ["table 1", "table 2", *(f"figure {number}" for number in (3, 8, 9, 10, 11, 12, 13))],
+}
+MAX_SLOW_S = 240.0  # of planning one row a table again, as recorded
+TIMES = {"seconds", "allocation_s"}  # figures that a clock measures
+FIGURES_OF_A_PLAN: Figures = {"step_s": 2.0, "mfu": 0.4, "tokens_per_s_per_gpu": 100.0, "gpus": 8}
+
+
+def entry(refused: str | None = None, **figures: Any) -> Entry:
+    return Entry("", "2026-01-01", "tree", "machine", 1.0, figures, refused)
+
+
+def cell(**fields: Any) -> Cell:
+    return Cell(what="a figure", published="1.2x", quote="by 1.2x", **fields)
+
+
+def test_every_published_number_stands_in_its_quotation() -> None:
+    missing = {where: published.missing_numbers for where, published in quotations(PAPERS) if published.missing_numbers}
+    assert missing == {}
+
+
+def test_a_number_that_the_quotation_lacks_is_found_in_whatever_form_it_stands() -> None:
+    assert Published(published="1,920 and 4.6", quote="a batch of 1920, (4.6)").missing_numbers == []
+    assert Published(published="4.6 and 46", quote="14.6, 4.61, 46x").missing_numbers == ["4.6"]
+
+
+def test_long_quotations_and_cells_with_two_answers_are_refused() -> None:
+    with pytest.raises(ValidationError, match="at most 100 characters"):
+        Published(published="1", quote="1" * 101)
+    with pytest.raises(ValidationError, match="only one of the three"):
+        cell(runs=("a",), figure="step", measured="1.3x")
+    with pytest.raises(ValidationError, match="only one of the three"):
+        cell()
+
+
+def test_every_table_and_figure_with_numbers_is_there() -> None:
+    found = {paper: [table.item for table in PAPERS.tables if table.paper == paper] for paper in ITEMS}
+    assert {paper: sorted(items) for paper, items in found.items()} == {p: sorted(items) for p, items in ITEMS.items()}
+
+
+def test_every_run_has_a_recipe_that_loads_and_a_cluster() -> None:
+    for name, run in PAPERS.runs.items():
+        assert load_recipe(run.path, run.all_settings).recipe.cluster.ranks is not None, name
+        assert all(reason for reason in run.ours.values()), name
+
+
+def test_cells_and_headlines_use_every_run_and_every_recipe_of_the_papers() -> None:
+    used = {name for table in PAPERS.tables for name in PAPERS.run_names(table)}
+    used |= {f"{h.paper}/{name}" for h in PAPERS.headlines for name in (h.slower, h.faster)}
+    assert used == set(PAPERS.runs)
+    bases = {"omnibal", "optimus"}
+    recipes = {run.path.stem for run in PAPERS.runs.values()}
+    assert {path.stem for path in RECIPES.glob("*.yaml")} - bases <= recipes
+    assert {c.figure for table in PAPERS.tables for c in table.cells} - {None} == set(FIGURES)
+
+
+def test_the_command_of_a_run_asks_what_was_asked() -> None:
+    run = Run(recipe="papers/x", settings=("a.b=1",), ours={"c={d: 1}": "why"}, baseline="fsdp")
+    assert run.command == "mmtrain plan recipes/whatif/papers/x.yaml --set a.b=1 --set 'c={d: 1}' --baseline fsdp"
+
+
+def test_only_a_recorded_refusal_makes_a_cell_say_that_nothing_fits() -> None:
+    asked = cell(runs=("a", "b"), figure="steps")
+    refused, planned = entry("rank 0 needs 90 GiB"), entry(**FIGURES_OF_A_PLAN)
+    assert cell_answer(asked, [refused, planned]) == "`a` does not fit: rank 0 needs 90 GiB"
+    assert cell_answer(asked, [planned, None]) == NOT_PLANNED
+    written = [c.model_dump_json() for table in PAPERS.tables for c in table.cells]
+    assert [text for text in written if "not fit" in text] == []
+
+
+@pytest.mark.parametrize(
+    ("slower_s", "verdict", "reason"),
+    [(4.0, "the paper's order", "kept"), (1.0, "the order is reversed", "swap"), (2.01, "equal within 1%", "swap")],
+)
+def test_a_headline_says_whether_the_order_is_kept(slower_s: float, verdict: str, reason: str) -> None:
+    headline = Headline(
+        published="2",
+        quote="2",
+        paper="omnibal",
+        what="x",
+        slower="a",
+        faster="b",
+        figure="step",
+        kept="kept",
+        reversed="swap",
+    )
+    entries = [entry(**FIGURES_OF_A_PLAN | {"step_s": slower_s}), entry(**FIGURES_OF_A_PLAN)]
+    text, why = headline_answer(headline, entries)
+    assert verdict in text
+    assert why == reason
+    assert headline_answer(headline, [None, entries[1]]) == (NOT_PLANNED, "")
+
+
+def test_the_pages_are_made_from_the_data_and_the_record() -> None:
+    """Run `python -m scripts.papers` if this fails: data files or the record changed."""
+    introduction = INTRODUCTION.read_text(encoding="utf-8")
+    assert PAGE.read_text(encoding="utf-8") == papers_page(PAPERS, RECORD, introduction)
+    assert RUNS_PAGE.read_text(encoding="utf-8") == runs_page(PAPERS, RECORD)
+
+
+def test_a_stopped_run_goes_on_where_it_was_and_a_changed_question_is_asked_again(tmp_path: Path) -> None:
+    name = "omnibal/groups-lcs"
+    record = Record(tmp_path / "record.json")
+    plan_missing(PAPERS, record, name)
+    first = Record(tmp_path / "record.json").entry(name, PAPERS.runs[name])
+    assert first is not None
+    again = Record(tmp_path / "record.json")
+    again.add(name, replace(first, machine="the same"))
+    plan_missing(PAPERS, again, name)
+    assert again.entries[name].machine == "the same"
+    changed = PAPERS.runs[name].model_copy(update={"settings": ("parallel.llm.dp=8",)})
+    assert again.entry(name, changed) is None
+
+
+def test_only_names_runs_or_tables() -> None:
+    assert chosen_runs(PAPERS, "omnibal/isf-") == ["omnibal/isf-llava", "omnibal/isf-lcs"]
+    assert chosen_runs(PAPERS, "omnibal_figure4") == ["omnibal/isf-llava", "omnibal/isf", "omnibal/isf-lcs"]
+
+
+def test_quotations_are_found_whatever_the_white_space_and_the_ligatures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cells = [
+        {"what": "a", "published": "2", "quote": "efficient [...] 2 times", "not_here": "x"},
+        {"what": "b", "published": "3", "quote": "3 times", "not_here": "x"},
+    ]
+    table = {"paper": "omnibal", "item": "table 1", "title": "x", "cells": cells}
+    (tmp_path / "omnibal_table01.yaml").write_text(yaml.safe_dump(table), encoding="utf-8")
+    (tmp_path / "headlines.yaml").write_text("[]", encoding="utf-8")
+    (tmp_path / "paper.txt").write_text("e\ufb03cient,\nas **2**\n times", encoding="utf-8")
+    assert plain("e\ufb03cient \n **x**") == "efficient x"
+    assert report_quotations(Papers(tmp_path), tmp_path) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == ["not found: omnibal table 1: b: 3 times", "1 of 2 quotations stand in the 1 texts"]
+
+
+def recorded_rows() -> list[list[str]]:
+    """Return of each table the runs of the row that was recorded in least time, the quickest row first."""
+    quickest = []
+    for table in PAPERS.tables:
+        rows = [[f"{table.paper}/{name}" for name in c.runs] for c in table.cells if c.runs]
+        made = [row for row in rows if all(RECORD.entry(name, PAPERS.runs[name]) for name in row)]
+        if made:
+            quickest.append(min(made, key=seconds_of))
+    return sorted(quickest, key=seconds_of)
+
+
+def seconds_of(names: Iterable[str]) -> float:
+    return sum(RECORD.entries[name].seconds for name in set(names))
+
+
+def in_tiers() -> list[ParameterSet]:
+    """Mark runs `slow` until they take four minutes together, and those that remain `long`."""
+    names = list(dict.fromkeys(name for row in recorded_rows() for name in row))
+    totals_s = accumulate(RECORD.entries[name].seconds for name in names)
+    marks = (pytest.mark.slow if total_s <= MAX_SLOW_S else pytest.mark.long for total_s in totals_s)
+    return [pytest.param(name, marks=mark) for name, mark in zip(names, marks, strict=True)]
+
+
+def without_times(figures: Any) -> Any:
+    if isinstance(figures, dict):
+        return {key: without_times(value) for key, value in figures.items() if key not in TIMES}
+    return [without_times(value) for value in figures] if isinstance(figures, list) else figures
+
+
+@pytest.mark.parametrize("name", in_tiers())
+def test_one_row_a_table_is_still_planned_as_recorded(name: str) -> None:
+    """Run `python -m scripts.papers run` on an emptied record if this fails: the plans behind the page have changed."""
+    recorded, now = RECORD.entries[name], answer(PAPERS.runs[name])
+    assert now.refused == recorded.refused
+    assert without_times(now.figures) == without_times(recorded.figures)
