@@ -139,7 +139,14 @@ def group(
         rows = [{**asdict(row), "chosen": row.method == grouping.method} for row in scores]
         typer.echo(json.dumps({"replicas": num_replicas, "methods": rows}))
     else:
-        typer.echo(grouping_text(scores, grouping.method, num_replicas, lambda i: str(index.samples[i])))
+        typer.echo(
+            grouping_text(
+                scores,
+                grouping.method,
+                num_replicas,
+                lambda i: str(index.samples[i]) if index.samples else f"sample {i}",
+            )
+        )
 
 
 @app.command()

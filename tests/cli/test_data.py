@@ -99,6 +99,12 @@ def test_group_compares_the_methods(run_mmtrain: RunMmtrain, folder: Path) -> No
     assert "│ isf *" in table.stdout
 
 
+def test_group_names_samples_of_stated_lengths_by_number(run_mmtrain: RunMmtrain) -> None:
+    done = run_mmtrain("data", "group", RECIPE.parent / "whatif/internvl_26b.yaml", "--set", "data.seq_len=4096")
+    assert done.returncode == 0, done.stderr
+    assert "the largest is sample " in " ".join(done.stdout.split())
+
+
 def test_group_shows_isf_by_rounds_and_thresholds(run_mmtrain: RunMmtrain, folder: Path) -> None:
     values = [f"data.sources.0.path={folder}/train.json", f"data.tokenizer={folder}/tokenizer.json"]
     values += ["data.grouping=isf", "data.isf.rounds=3", "data.isf.encoder_budget=items"]
