@@ -73,7 +73,7 @@ def _summary(papers: Papers, record: Record) -> Iterator[str]:
         trees = ", ".join(sorted({entry.tree for entry in made}))
         seconds = sum(entry.seconds for entry in made)
         period = " to ".join(dict.fromkeys((dates[0], dates[-1])))
-        yield f"{period}, tree {trees}, {made[-1].machine.partition(',')[0]},"
+        yield f"{period}, planner {trees}, {made[-1].machine.partition(',')[0]},"
         yield f"{seconds:,.0f} processor seconds. Cells of the other runs say so."
     yield ""
 
@@ -131,7 +131,7 @@ def cell_answer(cell: Cell, entries: Sequence[Entry | None]) -> str:
     if cell.not_here is not None:
         return f"not here: {cell.not_here}"
     refusals = [
-        f"`{name}` does not fit: {_short(entry.refused)}"
+        f"`{name}` refused: {_short(entry.refused)}"
         for name, entry in zip(cell.runs, entries, strict=True)
         if entry is not None and entry.refused is not None
     ]

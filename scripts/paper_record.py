@@ -1,7 +1,7 @@
 """Answer the runs of scripts/papers one by one, and keep the answers in scripts/papers/record.json.
 
 The record is written after every run, so planning may be stopped and taken up again. An answer counts as long as the
-recipe with its settings, the cluster and the question are the same; the tree that made it is recorded.
+recipe with its settings, the cluster and the question are the same; the planner that made it is recorded.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ class Entry:
 
     fingerprint: str
     date: str
-    tree: str  # commit of the tree that answered
+    tree: str  # `planner_tree` of what answered
     machine: str
     seconds: float  # of one processor, so that a busy machine does not count
     figures: Figures = field(default_factory=dict)
@@ -90,7 +90,7 @@ def answer(run: Run) -> Entry:
     return Entry(
         fingerprint(run),
         time.strftime("%Y-%m-%d"),
-        _tree(),
+        planner_tree(),
         machine(),
         round(time.process_time() - start_s, 1),
         _rounded(figures),
@@ -223,8 +223,12 @@ def _rounded(value: Any) -> Any:
     return [_rounded(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def _tree() -> str:
-    """Return the commit of this tree, and whether files differ from it."""
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=8"]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
-    return found.stdout.strip() or "unknown"
+def planner_tree() -> str:
+    """Return git's hash of the folder mmtrain, which branches with the same planner share, and whether it changed."""
+    found = _git("rev-parse", "--short=8", "HEAD:mmtrain")
+    return f"{found}-dirty" if found and _git("status", "--porcelain", "--", "mmtrain") else found or "unknown"
+
+
+def _git(*words: str) -> str:
+    command = ["git", "-C", str(ROOT), *words]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()

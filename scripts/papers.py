@@ -2,6 +2,7 @@
 
     python -m scripts.papers                       write docs/papers.md and docs/papers_runs.md from the record
     python -m scripts.papers run [--only omnibal]  plan what the record lacks, one run after another
+    python -m scripts.papers run --again           plan again what another planner than this tree's has answered
     python -m scripts.papers --texts FOLDER        find each quotation in the papers' texts
 
 `run` saves every answer when it has it, so it may be stopped and started again. `--only` takes the beginning of names
@@ -18,7 +19,7 @@ from pathlib import Path
 
 from scripts.paper_data import DATA_FOLDER, ROOT, Papers, Published
 from scripts.paper_page import papers_page, runs_page
-from scripts.paper_record import Record, answer
+from scripts.paper_record import Record, answer, planner_tree
 
 INTRODUCTION = DATA_FOLDER / "introduction.md"
 PAGE = ROOT / "docs" / "papers.md"
@@ -33,13 +34,14 @@ def main() -> int:
     parser.add_argument(
         "--only", default="", help="with `run`: the beginning of runs' names, or of a table's file name"
     )
+    parser.add_argument("--again", action="store_true", help="with `run`: also what another planner answered")
     parser.add_argument("--texts", type=Path, help="folder of the papers' texts (*.txt)")
     options = parser.parse_args()
     papers = Papers()
     if options.texts is not None:
         return report_quotations(papers, options.texts)
     if options.action == "run":
-        plan_missing(papers, Record(), options.only)
+        plan_missing(papers, Record(), options.only, again=options.again)
     write_pages(papers, Record())
     return 0
 
@@ -62,11 +64,14 @@ def chosen_runs(papers: Papers, only: str) -> list[str]:
     return list(dict.fromkeys(by_name or of_tables))
 
 
-def plan_missing(papers: Papers, record: Record, only: str) -> None:
-    """Answer the chosen runs that have no answer yet, and save each at once."""
-    names = [name for name in chosen_runs(papers, only) if record.entry(name, papers.runs[name]) is None]
-    if only and not chosen_runs(papers, only):
+def plan_missing(papers: Papers, record: Record, only: str, *, again: bool = False) -> None:
+    """Answer the chosen runs that have no answer yet, and with `again` those of another planner; save each at once."""
+    chosen = chosen_runs(papers, only)
+    if not chosen:
         sys.exit(f"--only {only}: no run's name and no table's file begins so; see scripts/papers")
+    tree = planner_tree()
+    answered = {name: record.entry(name, papers.runs[name]) for name in chosen}
+    names = [name for name, entry in answered.items() if entry is None or (again and entry.tree != tree)]
     for number, name in enumerate(names, start=1):
         print(f"{time.strftime('%H:%M:%S')} {number} of {len(names)}: {name}", flush=True)
         record.add(name, answer(papers.runs[name]))

@@ -97,13 +97,13 @@ def test_the_command_of_a_run_asks_what_was_asked() -> None:
     assert run.command == "mmtrain plan recipes/whatif/papers/x.yaml --set a.b=1 --set 'c={d: 1}' --baseline fsdp"
 
 
-def test_only_a_recorded_refusal_makes_a_cell_say_that_nothing_fits() -> None:
+def test_only_a_recorded_refusal_makes_a_cell_say_that_nothing_was_possible() -> None:
     asked = cell(runs=("a", "b"), figure="steps")
     refused, planned = entry("rank 0 needs 90 GiB"), entry(**FIGURES_OF_A_PLAN)
-    assert cell_answer(asked, [refused, planned]) == "`a` does not fit: rank 0 needs 90 GiB"
+    assert cell_answer(asked, [refused, planned]) == "`a` refused: rank 0 needs 90 GiB"
     assert cell_answer(asked, [planned, None]) == NOT_PLANNED
     written = [c.model_dump_json() for table in PAPERS.tables for c in table.cells]
-    assert [text for text in written if "not fit" in text] == []
+    assert [text for text in written if "not fit" in text or "refused" in text] == []
 
 
 @pytest.mark.parametrize(
@@ -146,6 +146,10 @@ def test_a_stopped_run_goes_on_where_it_was_and_a_changed_question_is_asked_agai
     again.add(name, replace(first, machine="the same"))
     plan_missing(PAPERS, again, name)
     assert again.entries[name].machine == "the same"
+    again.add(name, replace(first, machine="the same", tree="another planner"))
+    plan_missing(PAPERS, again, name, again=True)
+    assert again.entries[name].tree == first.tree
+    assert without_times(again.entries[name].figures) == without_times(first.figures)
     changed = PAPERS.runs[name].model_copy(update={"settings": ("parallel.llm.dp=8",)})
     assert again.entry(name, changed) is None
 
