@@ -82,7 +82,8 @@ def _headlines(papers: Papers, record: Record) -> Iterator[str]:
     for headline in papers.headlines:
         names = [f"{headline.paper}/{name}" for name in (headline.slower, headline.faster)]
         ours, reason = headline_answer(headline, [record.entry(name, papers.runs[name]) for name in names])
-        yield f"**{paper_title(headline.paper)}: {headline.what}.** Paper: {headline.published}. Ours: {ours}. {reason}"
+        title = f"{paper_title(headline.paper)}: {headline.what}"
+        yield f"**{title}.** Paper: {headline.published}. Ours: {ours}. {reason}".rstrip()
         yield ""
 
 
