@@ -26,6 +26,7 @@ from mmtrain.planning.evaluate.evaluator import Evaluator
 from mmtrain.planning.evaluate.layout_simulation import busiest_rank
 from mmtrain.planning.layer_costs.layer_costs import BACKWARD, FORWARD, LayerCosts
 from mmtrain.planning.layer_costs.layer_partition import layout_graph
+from mmtrain.planning.space.budget import ColocatedBudget
 from mmtrain.planning.space.candidate import (
     EQUAL_STEP_TIME_RATIO,
     Candidate,
@@ -88,14 +89,10 @@ def search_colocated(
     bound = _StepBound(evaluator.layer_costs)
     rivals = [incumbent] if incumbent is not None and not evaluator.problem.request.names_losers else []
     max_step_s = evaluator.problem.request.max_step_s
-    num_tried = num_passes = 0
+    effort = _Effort(budget)
 
     def limit_s() -> float:
         return min((found.step_time_s for found in (*rivals, *simulated)), default=max_step_s) * EQUAL_STEP_TIME_RATIO
-
-    def is_far_behind() -> bool:
-        ends_s = [found.step_time_s * bound.llm_compute_share(found.assignment) for found in simulated]
-        return incumbent is not None and min(ends_s, default=0.0) > budget.far_ratio * incumbent.step_time_s
 
     attempts = (_Attempt(candidate, evaluator, levels) for candidate in _enumerate(evaluator, num_ranks, bound))
     for attempt in _by_bound(attempts, evaluator, bound, limit_s):
@@ -103,11 +100,10 @@ def search_colocated(
         if candidate.time_lower_bound_s > limit_s():
             too_slow.append(candidate)
             continue
-        has_tried = num_tried >= budget.min_tried_assignments, num_passes >= budget.max_scheduled_passes
-        if all(has_tried) or (any(has_tried) and is_far_behind()):
+        if effort.is_spent(bound.is_far_behind(simulated, incumbent, budget.far_ratio)):
             break
         if progress is not None:
-            progress(min(num_tried, budget.min_tried_assignments), budget.min_tried_assignments)
+            progress(min(effort.num_tried, budget.min_tried_assignments), budget.min_tried_assignments)
         too_large = _too_large(candidate, evaluator)
         if too_large is not None and (simulated or incumbent is not None):  # else say exactly what it needs
             rejected.append(too_large)
@@ -115,8 +111,7 @@ def search_colocated(
         far_ratio = budget.far_ratio / bound.llm_compute_share(candidate.assignment)
         limits = _Limits.beside([*rivals, *simulated], incumbent, far_ratio, max_step_s)
         outcome = attempt.run(limits)
-        num_tried += attempt.num_scheduled > 0
-        num_passes += _passes_of_step(candidate.assignment) * attempt.num_scheduled
+        effort.add(attempt)
         if isinstance(outcome, Candidate):
             simulated.append(outcome)
         elif outcome is not None:
@@ -124,7 +119,7 @@ def search_colocated(
             if attempt.num_scheduled and outcome.need_gib is None:
                 slower.append(candidate.bounded(limits.llm_alone_s))
     rival_s = math.inf if incumbent is None else incumbent.step_time_s * EQUAL_STEP_TIME_RATIO
-    if not is_far_behind():
+    if not bound.is_far_behind(simulated, incumbent, budget.far_ratio):
         simulated = _with_merged_microbatches(simulated, [*slower, *too_slow], evaluator, levels, bound, rival_s)
     rejected += [_too_slow(candidate, limit_s()) for candidate in too_slow[:1]]
     return SearchResults(fill_tp_bubbles(simulated, evaluator, rival_s), tuple(rejected))
@@ -299,6 +294,26 @@ class _Attempt:
         return outcome
 
 
+@dataclass
+class _Effort:
+    """What was scheduled so far."""
+
+    budget: ColocatedBudget
+    num_tried: int = 0
+    num_passes: int = 0
+
+    def add(self, attempt: _Attempt) -> None:
+        """Count an attempt that has run."""
+        self.num_tried += attempt.num_scheduled > 0
+        self.num_passes += _passes_of_step(attempt.candidate.assignment) * attempt.num_scheduled
+
+    def is_spent(self, is_far_behind: bool) -> bool:
+        """Return whether enough was tried; where all of it is far behind another placement, less is enough."""
+        has_tried = self.num_tried >= self.budget.min_tried_assignments
+        has_passes = self.num_passes >= self.budget.max_scheduled_passes
+        return has_tried and has_passes or (is_far_behind and (has_tried or has_passes))
+
+
 def _passes_of_step(assignment: MeshAssignment) -> int:
     """Return the forwards and backwards of a step, of one replica of each unit."""
     return sum(2 * m.pp * m.vpp * assignment.num_microbatches[unit] for unit, m in assignment.meshes.items())
@@ -410,6 +425,11 @@ class _StepBound:
             for unit, mesh in others.items()
         )
         return float(max(self.llm_seconds(assignment), llm_rank_s + other_rank_s))
+
+    def is_far_behind(self, simulated: Sequence[Candidate], incumbent: Candidate | None, ratio: float) -> bool:
+        """Return whether all simulated layouts take over `ratio` times the incumbent's step, however gaps are filled."""
+        ends_s = [found.step_time_s * self.llm_compute_share(found.assignment) for found in simulated]
+        return incumbent is not None and min(ends_s, default=0.0) > ratio * incumbent.step_time_s
 
     def llm_seconds(self, assignment: MeshAssignment) -> float:
         """Return the seconds of the LLM's pipeline alone."""

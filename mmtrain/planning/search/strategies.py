@@ -76,7 +76,8 @@ class PipelinedStrategy:
     ) -> PlacementSearch:
         """Allocate ranks to units in every way, and search the layer partitions of these, best first."""
         search = PipelinedSearch(evaluator)
-        search.find_fastest(progress)
+        search.first.find_fastest(progress)
+        search.find_roomier(progress)
         return search
 
 
@@ -95,29 +96,25 @@ class PipelinedSearch:
             num_wanted = max(num_wanted, request.num_measured)
         self.num_simulated = max(budget.partitions.min_simulated, num_wanted)
         allocated = allocate_ranks(evaluator, budget, request.allocation_watch)
-        self.searches = [BestFirstSearch(allocated, evaluator, self.num_simulated)]
+        self.first = BestFirstSearch(allocated, evaluator, self.num_simulated)
+        self.searches = [self.first]
 
     @property
     def results(self) -> SearchResults:
         """What was found and rejected, with however much room."""
         return SearchResults().merged(*(search.results() for search in self.searches))
 
-    def find_fastest(self, progress: Progress | None) -> None:
-        """Search until no candidate can be the fastest."""
-        self.searches[0].find_fastest(progress)
-        self._find_roomier(progress)
-
     def name_losers(self) -> None:
         """Search for the best layouts of `unified` and `disaggregated`, whichever lost."""
         for search in self.searches:
             search.search_losing_placements()
-        self._find_roomier(None)
+        self.find_roomier(None)
 
-    def _find_roomier(self, progress: Progress | None) -> None:
+    def find_roomier(self, progress: Progress | None) -> None:
         """Search `disaggregated` with more room, as long as it may be used and nothing fits."""
-        budget, first = self.evaluator.budget.meshes, self.searches[0]
+        budget = self.evaluator.budget.meshes
         is_limited = math.isfinite(self.evaluator.problem.request.max_step_s)
-        of_placement = [c for c in first.candidates if c.placement == "disaggregated"]
+        of_placement = [c for c in self.first.candidates if c.placement == "disaggregated"]
         if is_limited or not any(math.isfinite(c.time_lower_bound_s) for c in of_placement):
             return  # not searched to its end, or excluded by the recipe or by what ranks hold at least
         for share in budget.roomier_shares[len(self.searches) - 1 :]:
