@@ -215,7 +215,6 @@ class FullyShardedAdamW:
         mesh: over which they are sharded. That of a parameter is no substitute: torch caches specs of tensors, and with
             them meshes whose groups are gone, over all groups that a process has had.
         tp_group: ranks that split the parameters before these were sharded.
-        device: where the parameters are.
         settings: AdamW's settings for all units.
         lr_scale: multiplies the learning rate of this unit.
         weight_decay: the weight decay of this unit.
@@ -227,14 +226,13 @@ class FullyShardedAdamW:
         params: Mapping[nn.Parameter, ParamSpec],
         mesh: DeviceMesh,
         tp_group: dist.ProcessGroup,
-        device: torch.device,
         settings: OptimizerSettings,
         lr_scale: float,
         weight_decay: float,
         gathered: Sequence[StageModule] = (),
     ) -> None:
         self._gathered = gathered
-        self._specs, self._device, self._lr_scale = params, device, lr_scale
+        self._specs, self._device, self._lr_scale = params, next(iter(params)).device, lr_scale
         self._mesh, self._tp_group = mesh, tp_group
         # One copy of the unit is saved and counted in norms.
         self._is_first_copy = mesh.ndim == 1 or mesh.get_local_rank("replicate") == 0

@@ -321,7 +321,7 @@ def _is_copy(param: nn.Parameter) -> bool:
 
 def _optimizer_of(recipe: Recipe, unit: UnitRunner, world: World, graph: StageGraph) -> UnitOptimizer:
     if isinstance(unit, ShardedUnitRunner):
-        return _build_sharded_optimizer(recipe, unit, world)
+        return _build_sharded_optimizer(recipe, unit)
     starts = {stage: graph.stage(stage).bucket_starts for stage in unit.stages}
     return build_unit_optimizer(recipe, unit, world, starts)
 
@@ -344,13 +344,13 @@ def build_unit_optimizer(
     return ZeroAdamW(buckets, params, unit.groups, world.device, recipe.train.optimizer, lr_scale, weight_decay)
 
 
-def _build_sharded_optimizer(recipe: Recipe, unit: ShardedUnitRunner, world: World) -> FullyShardedAdamW:
+def _build_sharded_optimizer(recipe: Recipe, unit: ShardedUnitRunner) -> FullyShardedAdamW:
     """Build the optimizer of a unit whose stages are sharded."""
     lr_scale, weight_decay = _unit_rates(recipe, unit.name)
     params, tp_group = unit.parameter_specs(), unit.groups.tp
     gathered = list(unit.stages.values()) if unit.keeps_weights else []
     settings = recipe.train.optimizer
-    return FullyShardedAdamW(params, unit.mesh, tp_group, world.device, settings, lr_scale, weight_decay, gathered)
+    return FullyShardedAdamW(params, unit.mesh, tp_group, settings, lr_scale, weight_decay, gathered)
 
 
 def _unit_rates(recipe: Recipe, unit: str) -> tuple[float, float]:
