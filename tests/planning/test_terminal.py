@@ -43,6 +43,7 @@ def test_a_unit_after_the_llm_is_estimated_and_simulated_like_any_other(pp: int,
     problem = problem_for(recipe())
     constraints = replace(
         problem.constraints,
+        choices={**problem.choices, "generator": problem.choices["vision"]},
         recompute={**problem.constraints.recompute, "generator": "none"},
         encoder_microbatches={"generator": num_microbatches},
     )
