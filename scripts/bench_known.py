@@ -93,7 +93,7 @@ def errors_of(comparisons: Sequence[Comparison]) -> PublishedErrors:
                 hardware=comparison.run.hardware.name,
                 layout=comparison.run.layout,
                 is_multimodal=comparison.run.has_encoder,
-                ratio=round(comparison.own_ratio, 4),
+                ratio=round(comparison.ratio, 4),
             )
             for comparison in held_out
         )
@@ -113,7 +113,9 @@ def report_runs(report: Report, runs: Sequence[KnownRun]) -> list[Comparison]:
         seconds = (f"{comparison.seconds:.3g} s", f"{comparison.ratio:.2f}")
         own_seconds = (f"{comparison.own_seconds:.3g} s", f"{comparison.own_ratio:.2f}")
         half, source = "judge" if run.held_out else "fit", run.source.replace("|", "/")
-        layout, published = mesh or f"shard {run.ranks}", f"{run.seconds:.3g} s"
+        if run.is_sharded:
+            mesh = f"shard {run.ranks // (run.mesh.get('tp', 1) * run.mesh.get('cp', 1))} {mesh}".rstrip()
+        layout, published = mesh, f"{run.seconds:.3g} s"
         report.row(run.name, layout, published, *seconds, *own_seconds, half, run.before, source)
     report.line()
     return comparisons
@@ -210,9 +212,10 @@ def write_recipe(run: KnownRun, recompute: str, folder: Path) -> Path:
 def _parallel(run: KnownRun, recompute: str) -> dict[str, object]:
     """Return the settings `parallel`; an encoder has the LLM's tp, as in the runs that have one."""
     encoders = {unit: {"recompute": recompute} for unit in run.model if unit != "llm"}
-    if not run.mesh:
+    if run.is_sharded:
         # Left open, tp and cp would be those of the fastest plan, not of the run.
-        llm = {"tp": 1, "cp": 1, "recompute": recompute}
+        inside = {"tp": 1, "cp": 1, **{key: value for key, value in run.mesh.items() if key != "shard"}}
+        llm = {"sp": inside["tp"] > 1, "tp_overlap": False, **inside, "recompute": recompute}
         return {"placement": "replicated", "shard": "all", "llm": llm, **encoders}
     llm = {"sp": run.mesh["tp"] > 1, "tp_overlap": False, **run.mesh, "recompute": recompute}
     return {

@@ -108,7 +108,8 @@ class KnownRun:
     per_microbatch: int  # samples
     num_microbatches: int  # of a step, of all replicas
     kernels: str  # a key of `EXECUTIONS`
-    mesh: Mapping[str, Any] = field(default_factory=dict)  # empty: all ranks share one copy of the model (FSDP)
+    # Empty: all ranks share one copy of the model (FSDP). With `shard`, they do with tp and cp inside.
+    mesh: Mapping[str, Any] = field(default_factory=dict)
     recompute: float = 0.0  # share of the layers; between 0 and 1 a run is priced between none and all
     lora_rank: int | None = None
     text: int | None = None  # text tokens of a sample that also has media; None: all of `sequence`
@@ -127,9 +128,14 @@ class KnownRun:
         return hashlib.sha256(self.name.encode()).digest()[0] % 2 == 1
 
     @property
+    def is_sharded(self) -> bool:
+        """Whether ranks share copies of the model, as in FSDP."""
+        return not self.mesh or "shard" in self.mesh
+
+    @property
     def layout(self) -> LayoutKind:
         """The kind of layout that it is priced as."""
-        return layout_kind(is_sharded=not self.mesh, pp=self.mesh.get("pp", 1), cp=self.mesh.get("cp", 1))
+        return layout_kind(is_sharded=self.is_sharded, pp=self.mesh.get("pp", 1), cp=self.mesh.get("cp", 1))
 
     @property
     def has_encoder(self) -> bool:

@@ -1,6 +1,7 @@
 """How far off predictions of published runs are that no constant was fitted to, for runs like the one to be planned.
 
-`published_errors.json` holds one ratio for each such run, priced with mmtrain's own kernels, as plans are.
+`published_errors.json` holds one ratio for each such run, priced with the kernels of its software (`costs.framework`):
+with mmtrain's, the difference of two programs would count as an error of the model.
 `python -m scripts.bench_known --write` makes it; plans, README and docs state what it holds.
 """
 
@@ -85,10 +86,11 @@ class PublishedErrors(BaseModel):
         same_input = [run for run in on_gpu if run.is_multimodal == kind.is_multimodal]
         alike = [run for run in same_input if run.layout == kind.layout]
         if len(alike) >= MIN_RUNS:
-            return f"{_errors_text(alike)} of {len(alike)} published runs like this one"
+            return f"{_errors_text(alike)} of {len(alike)} published runs like this one (their kernels)"
         if len(same_input) >= MIN_RUNS:
             count = len(alike) or "none"
-            return f"{_errors_text(same_input)} of {len(same_input)} published runs on this GPU, {count} of this layout"
+            on_this = f"{len(same_input)} published runs on this GPU (their kernels)"
+            return f"{_errors_text(same_input)} of {on_this}, {count} of this layout"
         if not on_gpu:
             return "no published run on this GPU was compared"
         if not kind.is_multimodal:

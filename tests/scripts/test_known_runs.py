@@ -93,8 +93,11 @@ def test_a_run_has_a_source_and_a_short_quotation(run: KnownRun) -> None:
 def test_a_recipe_states_the_run(run: KnownRun, tmp_path: Path) -> None:
     recipe = load_recipe(write_recipe(run, "all", tmp_path)).recipe
     assert recipe.train.global_batch == run.num_microbatches
-    if run.mesh:
-        llm = recipe.parallel.llm
+    llm = recipe.parallel.llm
+    if run.is_sharded:
+        assert (llm.tp or 1, llm.cp or 1) == (run.mesh.get("tp", 1), run.mesh.get("cp", 1))
+        assert run.ranks % ((llm.tp or 1) * (llm.cp or 1)) == 0
+    else:
         assert (llm.tp or 1) * (llm.pp or 1) * (llm.dp or 1) * (llm.cp or 1) == run.ranks
 
 

@@ -311,7 +311,7 @@ class _Effort:
         """Return whether enough was tried; where all of it is far behind another placement, less is enough."""
         has_tried = self.num_tried >= self.budget.min_tried_assignments
         has_passes = self.num_passes >= self.budget.max_scheduled_passes
-        return has_tried and has_passes or (is_far_behind and (has_tried or has_passes))
+        return (has_tried and has_passes) or (is_far_behind and (has_tried or has_passes))
 
 
 def _passes_of_step(assignment: MeshAssignment) -> int:
@@ -427,7 +427,7 @@ class _StepBound:
         return float(max(self.llm_seconds(assignment), llm_rank_s + other_rank_s))
 
     def is_far_behind(self, simulated: Sequence[Candidate], incumbent: Candidate | None, ratio: float) -> bool:
-        """Return whether all simulated layouts take over `ratio` times the incumbent's step, however gaps are filled."""
+        """Return whether all simulated layouts take over `ratio` times as long as the incumbent, gaps filled or not."""
         ends_s = [found.step_time_s * self.llm_compute_share(found.assignment) for found in simulated]
         return incumbent is not None and min(ends_s, default=0.0) > ratio * incumbent.step_time_s
 
