@@ -15,6 +15,11 @@ MIN_BUCKET_PARAMETERS = 40_000_000
 MIN_PARAMETERS_PER_REPLICA = 1_000_000  # so that the pieces of a ring of many replicas stay large
 
 
+def least_parameters(num_replicas: int) -> int:
+    """Return the fewest parameters of a bucket that suit so many replicas."""
+    return max(MIN_BUCKET_PARAMETERS, MIN_PARAMETERS_PER_REPLICA * num_replicas)
+
+
 def bucket_starts(trained: Sequence[int], num_replicas: int, min_parameters: int | None = None) -> tuple[int, ...]:
     """Return the layers of a model chunk with which its buckets start, the first one's is 0.
 
@@ -29,7 +34,7 @@ def bucket_starts(trained: Sequence[int], num_replicas: int, min_parameters: int
         num_replicas: which reduce gradients together.
         min_parameters: the fewest of a bucket; None: what suits the number of replicas.
     """
-    smallest = min_parameters or max(MIN_BUCKET_PARAMETERS, MIN_PARAMETERS_PER_REPLICA * num_replicas)
+    smallest = min_parameters or least_parameters(num_replicas)
     starts: list[int] = []
     num_in_bucket = 0
     for layer in range(len(trained) - 1, -1, -1):

@@ -6,6 +6,7 @@ with mmtrain's, the difference of two programs would count as an error of the mo
 """
 
 import math
+import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -34,7 +35,7 @@ class RunKind:
 
     def is_on(self, gpu: str) -> bool:
         """Whether it runs on this GPU, in nodes of any kind: `a100-80g-4x200` names nodes of `a100-80g`."""
-        return self.hardware == gpu or self.hardware.startswith(f"{gpu}-")
+        return re.sub(r"-\d+x\d+$", "", self.hardware) == gpu
 
 
 def layout_kind(*, is_sharded: bool, pp: int, cp: int) -> LayoutKind:
@@ -86,10 +87,10 @@ class PublishedErrors(BaseModel):
         same_input = [run for run in on_gpu if run.is_multimodal == kind.is_multimodal]
         alike = [run for run in same_input if run.layout == kind.layout]
         if len(alike) >= MIN_RUNS:
-            return f"{_errors_text(alike)} of {len(alike)} published runs like this one (their kernels)"
+            return f"{_errors_text(alike)} of {len(alike)} published runs like this one with their kernels"
         if len(same_input) >= MIN_RUNS:
             count = len(alike) or "none"
-            on_this = f"{len(same_input)} published runs on this GPU (their kernels)"
+            on_this = f"{len(same_input)} published runs on this GPU with their kernels"
             return f"{_errors_text(same_input)} of {on_this}, {count} of this layout"
         if not on_gpu:
             return "no published run on this GPU was compared"

@@ -87,7 +87,7 @@ def test_wrong_arguments_give_one_message(run_dir: Path, tmp_path: Path) -> None
         ([tmp_path / "gone.yaml"], r"gone.yaml"),
         ([tmp_path / "empty"], r"empty/recipe.yaml"),
         ([tmp_path / "text.json"], r"not a plan file, since it is not JSON"),
-        ([tmp_path / "other.json"], r"version None of the plan file"),
+        ([tmp_path / "other.json"], r"the plan file is of format None, written by an unknown version"),
         ([untraced], r"trace.json: not the trace of a run"),
         ([recipe, "--plan", tmp_path / "gone.json"], r"gone.json: cannot read the plan"),
         ([recipe, "--plan", plan, "--set", "model.llm.layers=2"], r"does not match this run:\n  the recipe"),

@@ -32,6 +32,7 @@ COMMANDS = {
     "evaluate": [["{path}"]],
     "export": [["{path}", "--out", "exported"], ["run", "--out", "{path}"]],
     "inspect": [["{path}"]],
+    "recipes copy": [["demo", "--out", "{path}"]],
     "schema": [],
     "doctor": [["--no-links", "--run-dir", "{path}"]],
     "data stats": [["{path}"], ["--recipe", "{path}"], ["{data}/train.json", "--png", "{path}.png"]],

@@ -54,40 +54,40 @@ ERRORS = PublishedErrors(
             "h100-80g",
             "FSDP",
             False,
-            "within 6% in the median and 20% in nine of ten of 10 published runs like this one (their kernels)",
+            "within 6% in the median and 20% in nine of ten of 10 published runs like this one with their kernels",
         ),
         (
             "h100-80g",
             "pipeline",
             False,
-            "within 20% in the median and 40% at worst of 3 published runs like this one (their kernels)",
+            "within 20% in the median and 40% at worst of 3 published runs like this one with their kernels",
         ),
         (
             "h100-80g",
             "cp",
             False,
             "within 8% in the median and 40% in nine of ten of 14 published runs on this GPU "
-            "(their kernels), 1 of this layout",
+            "with their kernels, 1 of this layout",
         ),
         (
             "h100-80g",
             "tp x dp",
             False,
             "within 8% in the median and 40% in nine of ten of 14 published runs on this GPU "
-            "(their kernels), none of this layout",
+            "with their kernels, none of this layout",
         ),
         (
             "h100-80g",
             "pipeline",
             True,
             "no multimodal runs on this GPU were compared; of text, within 20% in the median and 40% at worst of 3 "
-            "published runs like this one (their kernels)",
+            "published runs like this one with their kernels",
         ),
         (
             "h200-141g",
             "pipeline",
             True,
-            "within 25% in the median and 25% at worst of 3 published runs like this one (their kernels)",
+            "within 25% in the median and 25% at worst of 3 published runs like this one with their kernels",
         ),
         ("a800-80g", "tp x dp", False, "only 2 published runs on this GPU were compared"),
         ("a800-80g-4x200", "tp x dp", False, "only 2 published runs on this GPU were compared"),
@@ -143,7 +143,7 @@ def test_every_figure_of_a_preset_is_that_of_the_file() -> None:
         text = expected_error(preset(name), "FSDP", is_multimodal=False)
         if len(errors) >= MIN_RUNS:
             assert text.startswith(f"within {statistics.median(errors):.0%} in the median and ")
-            assert text.endswith(f" of {len(errors)} published runs like this one (their kernels)")
+            assert text.endswith(f" of {len(errors)} published runs like this one with their kernels")
         else:
             assert "published runs on this GPU" in text
 

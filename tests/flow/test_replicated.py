@@ -737,7 +737,7 @@ def test_what_is_dispatched_is_stated_of_all_sharded_units_alike() -> None:
     assert UnitPlan.model_validate(whole).is_replicated
     assert UnitPlan.model_validate(whole | {"tp": 2, "dp": 1}).is_replicated
     llm = chosen.units["llm"].model_copy(update={"dispatch": "llm"})
-    with pytest.raises(ValueError, match="the same `ranks`, `tp`, `shard`, `dispatch` and `exchange`"):
+    with pytest.raises(ValueError, match="the same `ranks`, `tp`, `shard`, `keeps_weights`, `dispatch` and `exchange`"):
         Plan.model_validate(chosen.model_dump() | {"units": chosen.model_dump()["units"] | {"llm": llm.model_dump()}})
 
 

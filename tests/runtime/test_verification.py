@@ -146,7 +146,10 @@ CUTS: dict[str, tuple[int, int, dict[str, cases.Mesh], dict[str, Any]]] = {  # -
     "unified, one group": (
         7,
         1,
-        {"vision": cases.Mesh((), tuple(range(8)), tp=2, dp=4), "llm": cases.Mesh((2,), tuple(range(16)), tp=2, dp=4)},
+        {
+            "vision": cases.Mesh((), tuple(range(8)), tp=2, dp=4, bucket_parameters=None),
+            "llm": cases.Mesh((2,), tuple(range(16)), tp=2, dp=4, bucket_parameters=None),
+        },
         {},
     ),
     "colocated, a group's ranks lie apart": (
@@ -161,7 +164,10 @@ CUTS: dict[str, tuple[int, int, dict[str, cases.Mesh], dict[str, Any]]] = {  # -
     "an order of its own": (
         2,
         1,
-        {"vision": cases.Mesh((), (3, 2), dp=2), "llm": cases.Mesh((), (1, 0), dp=2)},
+        {
+            "vision": cases.Mesh((), (3, 2), dp=2, bucket_parameters=None),
+            "llm": cases.Mesh((), (1, 0), dp=2, bucket_parameters=None),
+        },
         {
             "kind": "explicit",
             "order": {
@@ -206,6 +212,14 @@ def test_ranks_of_a_cut_plan_do_what_they_do_in_the_whole_plan(case: str) -> Non
             for action in programs[0].for_rank(rank)
         )
         assert programs[1].for_rank(new_rank) == renamed
+
+
+def test_buckets_of_a_cut_plan_are_as_large_as_those_of_the_whole_plan() -> None:
+    """Not as those of so few replicas; a plan of 64 replicas says 64 million by itself."""
+    meshes = {unit: cases.Mesh((), tuple(range(64)), dp=64, bucket_parameters=None) for unit in ("vision", "llm")}
+    recipe = cases.recipe(train__global_batch=64)
+    cut = cut_replicas(cases.plan(recipe, **meshes), build_model_shape(recipe), replace(HERE, ranks=2))
+    assert {unit.bucket_parameters for unit in cut.plan.units.values()} == {64_000_000}
 
 
 def test_a_plan_that_is_cut_says_what_is_left_and_what_is_not_verified() -> None:

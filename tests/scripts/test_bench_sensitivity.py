@@ -28,7 +28,13 @@ SLOWER = Perturbation("link speeds", 0.5)
 APART: dict[str, Any] = {"vision": None, "global_batch": 2}
 SMALL_LLM = {"vocab": 4096, "hidden": 256, "ffn": 768}
 CASES = {
-    "h100-80g": recipe(**APART, llm=SMALL_LLM, cluster={"ranks_per_node": 1}),
+    "h100-80g": recipe(
+        **APART,
+        llm=SMALL_LLM,
+        cluster={"ranks_per_node": 1},
+        # Nothing hides what data-parallel ranks exchange.
+        parallel={"bucket_parameters": 1_000_000_000, "llm": {"vpp": 1}},
+    ),
     "cpu-core": recipe(**APART, llm={**SMALL_LLM, "hidden": 512, "ffn": 1536}, cluster={"ranks_per_node": 1}),
 }
 

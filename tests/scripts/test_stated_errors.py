@@ -61,7 +61,7 @@ def test_a_page_is_stated_anew() -> None:
     page = stated(PLAN, PAGE, errors)
     assert "old" not in page
     assert "within 1%" not in page
-    text = "within 20% in the median and 30% at worst of 3 published runs like this one (their kernels)"
+    text = "within 20% in the median and 30% at worst of 3 published runs like this one with their kernels"
     assert f"| `h100-80g` | pipeline | {text} |\n" in page
     assert f"Predicted step (modelled: h100-80g, {text}): 4.43 s, MFU 39.8%" in " ".join(page.split())
     assert page.startswith("before\n")

@@ -4,10 +4,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from mmtrain.costs.gradient_buckets import least_parameters
 from mmtrain.errors import UserError
 from mmtrain.models.shapes.model_shape import ModelShape
 from mmtrain.planning.artifact.layout import MeshSize
-from mmtrain.planning.artifact.plan import Plan
+from mmtrain.planning.artifact.plan import Plan, UnitPlan
 from mmtrain.planning.artifact.plan_graph import stage_graph
 from mmtrain.program.ir.graph import LLM
 from mmtrain.program.ir.symmetry import symmetry
@@ -59,8 +60,9 @@ class RankLimit:
 def cut_replicas(plan: Plan, shape: ModelShape, limit: RankLimit) -> CutPlan:
     """Return the plan with two replica groups, or one, if it has more ranks than may run here.
 
-    All else that a plan decides stays: tp, pp, vpp, sp, stages, recomputation, microbatches, the order of actions, and
-    the ratios of the units' data-parallel degrees, thus the routes between units.
+    All else that a plan decides stays: tp, pp, vpp, sp, stages, recomputation, microbatches, the order of actions, the
+    sizes of buckets, and the ratios of the units' data-parallel degrees, thus the routes between units. With one group
+    nothing is reduced, so that passes are not cut between buckets.
 
     Raises:
         UserError: a single replica group, or a single copy of sharded weights, has more ranks.
@@ -104,6 +106,13 @@ def _why_not(plan: Plan, ranks_together: int, limit: RankLimit) -> str:
     )
 
 
+def _bucket_parameters(unit: UnitPlan) -> int | None:
+    """Return the fewest parameters of a bucket, as the whole plan's number of replicas has it."""
+    return (
+        unit.bucket_parameters if unit.is_replicated else unit.bucket_parameters or least_parameters(unit.num_replicas)
+    )
+
+
 def _with_ranks(plan: Plan, new_ranks: Mapping[int, int], num_planned: int, num_groups: int) -> Plan:
     """Return the plan with the ranks that are left, by their new numbers."""
     units = {
@@ -111,6 +120,7 @@ def _with_ranks(plan: Plan, new_ranks: Mapping[int, int], num_planned: int, num_
             update={
                 "dp": unit.dp // num_planned * num_groups,
                 "ranks": tuple(new_ranks[rank] for rank in unit.ranks if rank in new_ranks),
+                "bucket_parameters": _bucket_parameters(unit),
             }
         )
         for name, unit in plan.units.items()
