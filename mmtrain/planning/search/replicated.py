@@ -60,9 +60,8 @@ class ReplicatedStrategy:
         fastest_s = math.inf
         for num_done, candidates in enumerate(alternatives, start=1):
             for candidate in candidates:
-                if _is_slower(candidate.assignment, fastest_s, evaluator):
-                    break
-                if _is_far_behind(candidate.assignment, simulated, fastest_s):
+                assignment = candidate.assignment
+                if _is_slower(assignment, fastest_s, evaluator) or _is_far_behind(assignment, simulated, fastest_s):
                     break
                 fit = fit_replicated(candidate, evaluator)
                 if isinstance(fit, Rejected):
