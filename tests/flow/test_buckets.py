@@ -55,6 +55,16 @@ def test_numbers_are_those_of_one_bucket_bit_for_bit(case: str) -> None:
         torch.testing.assert_close(gradient, of_one[name], rtol=0.0, atol=0.0, msg=name)
 
 
+def test_a_bucket_in_which_nothing_trains_is_passed_over() -> None:
+    """The head's: its matrix is the embedding's, and its norm is frozen by name, which sizes of buckets do not know."""
+    settings = recipe(**TIED, train__freeze=("*norm.weight",))
+    meshes = {"vision": Mesh((), (0, 1), dp=2), "llm": Mesh((), (0, 1), dp=2)}
+    in_one = {name: replace(mesh, bucket_parameters=None) for name, mesh in meshes.items()}
+    found, expected = (run_ranks(2, train_steps, settings, plan(settings, **m), False) for m in (meshes, in_one))
+    for (steps, _), (steps_of_one, _) in zip(found, expected, strict=True):
+        assert [loss for loss, _ in steps] == pytest.approx([loss for loss, _ in steps_of_one], rel=1e-6)
+
+
 def test_the_backward_of_the_last_microbatch_starts_a_reduction_behind_each_layer() -> None:
     settings = recipe(**TIED)
     meshes = {"vision": Mesh((), (2,)), "llm": Mesh((), (0, 1), dp=2)}

@@ -36,7 +36,7 @@ def problem_of(name: str, placement: str, num_ranks: int, global_batch: int, fix
 def least_step(placement: str, problem: PlanningProblem) -> float:
     """Return the seconds of the fastest plan that the search finds; infinite without any."""
     try:
-        found = STRATEGIES[placement].search(Evaluator(problem), None)
+        found = STRATEGIES[placement].search(Evaluator(problem), None).results
         return found.fastest_s if problem.cluster.rank_counts else float("inf")
     except PlanError:
         return float("inf")

@@ -68,6 +68,8 @@ class ZeroAdamW:
         self._lr_scale = lr_scale
         self._frozen = [p for p in params if not p.requires_grad]
         self._trained = [p for p in params if p.requires_grad]
+        # A bucket of the program may have none, where all that would train in its layers is frozen by name.
+        self._buffers: dict[BucketNumber, DistributedDataParallel] = {}
         if self._trained:
             with optimizer_scope(device):
                 self._buffers = {
@@ -100,8 +102,9 @@ class ZeroAdamW:
 
         The reduction overlaps with what this rank still computes.
         """
-        if self._groups.dp_size > 1:
-            self._buffers[chunk, bucket].start_grad_sync()
+        buffers = self._buffers.get((chunk, bucket))
+        if self._groups.dp_size > 1 and buffers is not None:
+            buffers.start_grad_sync()
 
     def _reduce_sequence_parallel_grads(self) -> None:
         """Sum over the TP group the gradients of weights that saw only a shard of the tokens on each rank.
@@ -154,13 +157,13 @@ class ZeroAdamW:
     def start_gather(self, chunk: int, bucket: int) -> None:
         """Start to gather a bucket's parameters from the shards of all replicas; `finish_gather` waits for them."""
         if self._groups.dp_size > 1:
-            for group in _bucket_groups(self._buffers[chunk, bucket]):
+            for group in _bucket_groups(self._buffers.get((chunk, bucket))):
                 group.start_param_sync()
 
     def finish_gather(self, chunk: int, bucket: int) -> None:
         """Wait until a bucket's parameters are gathered."""
         if self._groups.dp_size > 1:
-            for group in _bucket_groups(self._buffers[chunk, bucket]):
+            for group in _bucket_groups(self._buffers.get((chunk, bucket))):
                 group.finish_param_sync(skip_next_bucket_dispatch=True)
 
     def gather_params(self) -> None:
@@ -273,8 +276,8 @@ def _buffers(params: Sequence[nn.Parameter], groups: ParallelGroups) -> Distribu
     return ddp
 
 
-def _bucket_groups(ddp: DistributedDataParallel) -> tuple[Any, ...]:
-    return (*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups)
+def _bucket_groups(ddp: DistributedDataParallel | None) -> tuple[Any, ...]:
+    return () if ddp is None else (*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups)
 
 
 def _optimizer(
