@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mmtrain.api.plans import make_plan
 from mmtrain.balance import Grouping
 from mmtrain.balance.grouping.summary import composition_shares
 from mmtrain.data import DataIndex, build_index
@@ -21,9 +22,6 @@ from mmtrain.data.stream.count_groups import count_groups
 from mmtrain.data.stream.recipe_summaries import compare_grouping_methods, score_isf_rounds, score_isf_thresholds
 from mmtrain.errors import PlanError
 from mmtrain.planning.artifact.plan import Plan
-from mmtrain.planning.formulate import formulate_problem
-from mmtrain.planning.group_size import choose_group_size
-from mmtrain.planning.planner import plan
 from mmtrain.planning.space.problem import Allocation, AllocationWatch, PlanRequest
 from mmtrain.recipe import Recipe, load_recipe, recipe_fingerprint
 from scripts.measurements import machine
@@ -100,29 +98,8 @@ def answer(run: Run) -> Entry:
 
 def _plan(recipe: Recipe, index: DataIndex, request: PlanRequest) -> Plan:
     """Plan as `mmtrain plan` does, on the cluster that the recipe names."""
-    num_ranks, sha256 = recipe.cluster.ranks, recipe_fingerprint(recipe)
-    assert num_ranks is not None, "recipes of papers name a cluster"
-    if not recipe.states_groups:
-        if recipe.data.seq_len == "auto":
-            recipe = choose_group_size(
-                recipe,
-                index.lengths,
-                num_ranks=num_ranks,
-                hardware=recipe.cluster.hardware,
-                recipe_sha256=sha256,
-                baseline=request.baseline,
-            )
-        else:
-            recipe = count_groups(recipe, index.lengths)
-    problem = formulate_problem(
-        recipe,
-        index.lengths,
-        world_size=num_ranks,
-        hardware=recipe.cluster.hardware,
-        recipe_sha256=sha256,
-        request=request,
-    )
-    return plan(problem)
+    assert recipe.cluster.ranks is not None, "recipes of papers name a cluster"
+    return make_plan(recipe, index.lengths, request).plan
 
 
 def _plan_figures(recipe: Recipe, index: DataIndex, run: Run) -> Figures:
