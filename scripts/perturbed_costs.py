@@ -115,6 +115,11 @@ class PerturbedTable:
         """What the layers were measured with."""
         return self.measured.tp_traffic
 
+    @property
+    def sums_on_the_way(self) -> bool:
+        """What the layers were measured with."""
+        return self.measured.sums_on_the_way
+
     def seconds(self, work: LayerWork) -> float:
         """Return the seconds that one rank spends on a pass; see `CostModel`."""
         return self._scaled(lambda costs: costs.seconds(work))

@@ -23,10 +23,10 @@ from mmtrain.costs.block_pieces import (
 from mmtrain.costs.collectives import CollectiveKind, GroupLayout, collective_seconds
 from mmtrain.costs.cost_model import ComputeKind, LayerWork, PassDirection, PieceCost, TokenLoad, TokenSplit
 from mmtrain.costs.framework import OWN_RUNTIME, Execution
+from mmtrain.costs.gradient_reduction import BYTES_PER_GRADIENT
 from mmtrain.costs.hardware import ELEMENT_BYTES, Hardware, Precision
 from mmtrain.costs.offload_costs import offloaded_bytes, offloaded_seconds
 from mmtrain.costs.resampler_arithmetic import reduced_elements
-from mmtrain.costs.sharded_layers import BYTES_PER_GRADIENT
 from mmtrain.models.shapes.layer_shape import Attention
 from mmtrain.models.shapes.model_shape import BLOCK_KINDS, MLP_CHUNK_TOKENS, LayerShape, adaptable_linears, num_pieces
 
@@ -120,6 +120,11 @@ class AnalyticCosts:
     def tp_traffic(self) -> float:
         """Bytes of a block's tensor-parallel collectives over those of Megatron-LM: what the framework moves."""
         return self.execution.tp_traffic
+
+    @property
+    def sums_on_the_way(self) -> bool:
+        """Whether a reduce-scatter adds gradients up in bf16 on their way, as the framework does it."""
+        return self.execution.sums_on_the_way
 
     @property
     def element_bytes(self) -> int:

@@ -146,6 +146,11 @@ class CostModel(Protocol):
         """Bytes of a block's tensor-parallel collectives over those of Megatron-LM."""
         ...
 
+    @property
+    def sums_on_the_way(self) -> bool:
+        """Whether a reduce-scatter adds gradients up in bf16 on their way; mmtrain adds up in fp32 what arrives."""
+        ...
+
     def seconds(self, work: LayerWork) -> float:
         """Return the seconds that one rank spends on a layer's pass.
 

@@ -40,6 +40,7 @@ class Execution:
     # With sequence parallelism, gathers and reduce-scatters of a TP group go round its ranks in parts, each beside the
     # GEMM of another part (Transformer Engine's user buffers, `tp_comm_overlap` of Megatron-LM and NeMo).
     user_buffers: bool = False
+    sums_on_the_way: bool = False  # gradients that travel in bf16 are added up in bf16, by a reduce-scatter
     gradient_bytes: int = 0  # per parameter and microbatch, where a kernel of its own adds gradients up
 
     def extra_elements(self, layer: LayerShape, tokens: int, tp: int) -> float:

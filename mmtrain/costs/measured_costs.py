@@ -141,6 +141,11 @@ class MeasuredCosts:
         """Return 1: tables are of mmtrain's own layers, which move what Megatron-LM moves."""
         return 1.0
 
+    @property
+    def sums_on_the_way(self) -> bool:
+        """Return False: tables are of mmtrain, which adds up in fp32 what arrives."""
+        return False
+
     def seconds(self, work: LayerWork) -> float:
         """Return the seconds that one rank spends on a pass; see `CostModel`.
 

@@ -9,9 +9,9 @@ from mmtrain.costs import layer_arithmetic as analytic
 from mmtrain.costs.block_arithmetic import mixer_arithmetic
 from mmtrain.costs.context_parallel_costs import exchange_buffer_bytes
 from mmtrain.costs.cost_model import CostModel, TokenLoad
+from mmtrain.costs.gradient_reduction import BYTES_PER_GRADIENT
 from mmtrain.costs.hardware import ELEMENT_BYTES, Precision
 from mmtrain.costs.offload_costs import NUM_BLOCKS_ON_DEVICE, without_offload
-from mmtrain.costs.sharded_layers import BYTES_PER_GRADIENT
 from mmtrain.models.shapes.layer_shape import Attention
 from mmtrain.models.shapes.model_shape import BLOCK_KINDS, MLP_CHUNK_TOKENS, LayerShape
 

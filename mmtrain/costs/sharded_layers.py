@@ -13,11 +13,12 @@ import numpy.typing as npt
 
 from mmtrain.costs.collectives import GroupLayout
 from mmtrain.costs.cost_model import CostModel
+from mmtrain.costs.gradient_reduction import BYTES_PER_GRADIENT, GradientReduction
+from mmtrain.costs.hardware import Precision
 from mmtrain.costs.layer_arithmetic import num_parameters, num_trained_parameters
 from mmtrain.models.shapes.model_shape import LayerShape
 
 FloatArray = npt.NDArray[np.floating[Any]]
-BYTES_PER_GRADIENT = 4  # gradients are summed in fp32 whatever the parameters are
 _BYTES_PER_MASTER = 4  # shards are held in fp32
 # Kernels that torch's FSDP2 starts for one layer, in the time of small ones with the Python around them: by passes over
 # layers of 4 to 16 tiny weights on a CPU (torch 2.13), where a layer is whole on its rank and where it is shared out.
@@ -39,6 +40,7 @@ class ShardedLayers:
     element_bytes: int  # of a parameter that is gathered
     ranks_per_node: int
     tp: int = 1
+    grad_reduce: Precision = "fp32"  # in which ranks of a copy send each other gradients; between copies it is fp32
 
     def gather_seconds(self, layer: LayerShape) -> float:
         """Return the seconds in which a layer's weights are gathered inside a copy."""
@@ -52,9 +54,10 @@ class ShardedLayers:
         """
         if not layer.trainable:
             return 0.0
-        nbytes = num_trained_parameters(layer, self.tp) * BYTES_PER_GRADIENT
-        seconds = self.costs.collective("reduce_scatter", nbytes, self._copy)
+        count = num_trained_parameters(layer, self.tp)
+        seconds = self._reduction.seconds(count, self._copy)
         if is_last:
+            nbytes = count * BYTES_PER_GRADIENT
             num_copies = self.num_replicas // self.shard
             owners = GroupLayout.strided(num_copies, self.shard * self.tp, self.ranks_per_node)
             seconds += self.costs.collective("all_reduce", nbytes // self.shard, owners)
@@ -83,7 +86,13 @@ class ShardedLayers:
             nbytes += 4 * BYTES_PER_GRADIENT * count
         if not is_first:
             nbytes += 3 * BYTES_PER_GRADIENT * count / self.shard
-        return self.costs.shard_copies(nbytes, _REDUCE_KERNELS)
+        seconds = self.costs.shard_copies(nbytes, _REDUCE_KERNELS)
+        seconds += self._reduction.rounding_seconds(count, self._copy)
+        return seconds + self._reduction.adding_seconds(count, self._copy)
+
+    @property
+    def _reduction(self) -> GradientReduction:
+        return GradientReduction(self.costs, self.grad_reduce)
 
     @property
     def _copy(self) -> GroupLayout:

@@ -32,6 +32,7 @@ class LayerCosts:
     """1 s a token forward, 2 backward (plus 1 for an input gradient), 10 to recompute; 1 s a byte sent."""
 
     source: str = "given: round numbers"
+    sums_on_the_way: bool = False
 
     def seconds(self, work):
         per_token_s = {"forward": 1.0, "backward": 2.0 + work.input_grad, "recompute": 10.0}[work.kind]

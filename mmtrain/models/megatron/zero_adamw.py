@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from mmtrain.models.megatron.compat import no_cuda_graphs, optimizer_scope, param_layout
 from mmtrain.models.megatron.parallel_groups import ParallelGroups
 from mmtrain.models.optim.bf16_moments import Bf16MomentsAdamW
+from mmtrain.models.optim.bf16_reduction import RoundedReduction
 from mmtrain.models.optim.clip_factors import ClipFactors, set_clip_factors, sum_of_squares
-from mmtrain.models.optim.parameter_specs import MOMENTS, NamedShard, ParamSpec, WeightSource
+from mmtrain.models.optim.parameter_specs import MOMENTS, NamedShard, ParamSpec, UnitRates, WeightSource
 from mmtrain.recipe.settings.train_settings import OptimizerSettings
 
 BucketNumber = tuple[int, int]  # model chunk, and bucket in it
@@ -48,8 +49,8 @@ class ZeroAdamW:
         groups: the unit's process groups.
         device: where the parameters are.
         settings: AdamW's settings for all units.
-        lr_scale: multiplies the learning rate of this unit.
-        weight_decay: the weight decay of this unit.
+        rates: this unit's own.
+        rounds_reduced: whether replicas send each other gradients in bf16.
     """
 
     def __init__(
@@ -59,13 +60,15 @@ class ZeroAdamW:
         groups: ParallelGroups,
         device: torch.device,
         settings: OptimizerSettings,
-        lr_scale: float,
-        weight_decay: float,
+        rates: UnitRates,
+        rounds_reduced: bool = False,
     ) -> None:
         self._params = params
         self._groups = groups
         self._device = device
-        self._lr_scale = lr_scale
+        self._lr_scale = rates.lr_scale
+        self._rounds_reduced = rounds_reduced
+        self._reductions: dict[Any, RoundedReduction] = {}  # under way, by Megatron's bucket
         self._frozen = [p for p in params if not p.requires_grad]
         self._trained = [p for p in params if p.requires_grad]
         # A bucket of the program may have none, where all that would train in its layers is frozen by name.
@@ -80,7 +83,7 @@ class ZeroAdamW:
                 # With autograd the fp32 shards would be views with a history, and reading their `.grad` would warn.
                 with torch.no_grad():
                     self._optimizer = _optimizer(
-                        list(self._buffers.values()), self._trained, groups, settings, weight_decay
+                        list(self._buffers.values()), self._trained, groups, settings, rates.weight_decay
                     )
             self._shards = {p: self._shard_of(p) for p in self._trained if p in self._optimizer.model_param_gbuf_map}
             self._start_moments(torch.bfloat16 if settings.moments == "bf16" else torch.float32)
@@ -103,8 +106,14 @@ class ZeroAdamW:
         The reduction overlaps with what this rank still computes.
         """
         buffers = self._buffers.get((chunk, bucket))
-        if self._groups.dp_size > 1 and buffers is not None:
+        if self._groups.dp_size == 1 or buffers is None:
+            return
+        if not self._rounds_reduced:
             buffers.start_grad_sync()
+            return
+        for group in _bucket_groups(buffers):
+            for flat in group.buckets:
+                self._reductions[flat] = RoundedReduction(flat.grad_data, self._groups.dp)
 
     def _reduce_sequence_parallel_grads(self) -> None:
         """Sum over the TP group the gradients of weights that saw only a shard of the tokens on each rank.
@@ -122,9 +131,12 @@ class ZeroAdamW:
 
     def finish_reduction(self) -> None:
         """Wait until the gradients are summed."""
-        if self._trained and self._groups.dp_size > 1:
+        if self._trained and self._groups.dp_size > 1 and not self._rounds_reduced:
             for buffers in self._buffers.values():
                 buffers.finish_grad_sync()
+        for flat, reduction in self._reductions.items():
+            flat.grad_data.view(self._groups.dp_size, -1)[self._groups.dp_rank].copy_(reduction.sum())
+        self._reductions.clear()
         self._reduce_sequence_parallel_grads()
 
     def grad_sq_sum(self) -> Tensor:

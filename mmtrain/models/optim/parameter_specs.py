@@ -47,6 +47,13 @@ class ParamSpec:
         return tuple(size // tp if i == self.dim else size for i, size in enumerate(self.full_shape))
 
 
+class UnitRates(NamedTuple):
+    """What a unit's update has of its own."""
+
+    lr_scale: float  # multiplies the learning rate
+    weight_decay: float
+
+
 @dataclass(frozen=True)
 class NamedShard:
     """The shard of one tensor that this rank saves and counts in gradient norms.

@@ -17,11 +17,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from mmtrain.models.optim.bf16_moments import Bf16MomentsAdamW
+from mmtrain.models.optim.bf16_reduction import RoundedReduceScatter
 from mmtrain.models.optim.clip_factors import ClipFactors, set_clip_factors, sum_of_squares
 from mmtrain.models.optim.parameter_specs import (
     MOMENTS,
     NamedShard,
     ParamSpec,
+    UnitRates,
     WeightSource,
     initial_values,
     num_blocks,
@@ -57,10 +59,17 @@ def shard_stage(
     device: torch.device,
     compute_dtype: torch.dtype,
     keeps_weights: bool = False,
+    rounds_reduced: bool = False,
 ) -> None:
     """Shard the parameters of a stage over `mesh`, layer by layer; trained ones are held in fp32 from now on.
 
-    keeps_weights: whether weights stay gathered after a forward; see `reduce_between_copies` and `release_weights`.
+    Args:
+        stage: what is sharded.
+        mesh: of the replicas.
+        device: where parameters are.
+        compute_dtype: of gathered weights.
+        keeps_weights: whether weights stay gathered after a forward; see `reduce_between_copies` and `release_weights`.
+        rounds_reduced: whether ranks that hold a copy together send each other gradients in bf16.
 
     Whatever the parameters held is lost: their memory on `device` is that of one whole layer at a time, beside the
     shards. `initialize_shards` sets them.
@@ -93,6 +102,8 @@ def shard_stage(
             sharded: Any = module  # the last switch is unknown to type checkers that see torch before 2.13
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
+            if rounds_reduced:
+                sharded.set_custom_reduce_scatter(RoundedReduceScatter())
             # A rank whose microbatch does not reach a layer still takes part in the reduction of its gradients.
             if hasattr(sharded, "set_reduce_scatter_unused_params"):
                 sharded.set_reduce_scatter_unused_params(True)
@@ -216,8 +227,7 @@ class FullyShardedAdamW:
             them meshes whose groups are gone, over all groups that a process has had.
         tp_group: ranks that split the parameters before these were sharded.
         settings: AdamW's settings for all units.
-        lr_scale: multiplies the learning rate of this unit.
-        weight_decay: the weight decay of this unit.
+        rates: this unit's own.
         gathered: stages whose weights may be gathered when the shards change.
     """
 
@@ -227,12 +237,11 @@ class FullyShardedAdamW:
         mesh: DeviceMesh,
         tp_group: dist.ProcessGroup,
         settings: OptimizerSettings,
-        lr_scale: float,
-        weight_decay: float,
+        rates: UnitRates,
         gathered: Sequence[StageModule] = (),
     ) -> None:
         self._gathered = gathered
-        self._specs, self._device, self._lr_scale = params, next(iter(params)).device, lr_scale
+        self._specs, self._device, self._lr_scale = params, next(iter(params)).device, rates.lr_scale
         self._mesh, self._tp_group = mesh, tp_group
         # One copy of the unit is saved and counted in norms.
         self._is_first_copy = mesh.ndim == 1 or mesh.get_local_rank("replicate") == 0
@@ -242,7 +251,7 @@ class FullyShardedAdamW:
         }
         self._adam: torch.optim.AdamW | None = None
         if self._masters:
-            self._adam = _adam(self._masters, settings, weight_decay)
+            self._adam = _adam(self._masters, settings, rates.weight_decay)
             self._start_moments(torch.bfloat16 if settings.moments == "bf16" else torch.float32)
 
     def zero_grad(self) -> None:

@@ -275,6 +275,7 @@ def model_timing(graph: StageGraph, layer_costs: LayerCosts, loads: StepLoads, m
         machine.rail_hop_s,
         machine.time_spread,
         machine.slowest_rank_ratio,
+        layer_costs.grad_reduce,
     )
 
 

@@ -35,4 +35,5 @@ def plan_timing(recipe: Recipe, plan: Plan, batch: BatchMeta) -> ModelTiming:
         machine.rail_hop_s,
         machine.time_spread,
         machine.slowest_rank_ratio,
+        recipe.train.grad_reduce,
     )

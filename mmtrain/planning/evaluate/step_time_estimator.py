@@ -16,8 +16,8 @@ import numpy.typing as npt
 from mmtrain.costs import Hardware
 from mmtrain.costs.collectives import GroupLayout
 from mmtrain.costs.gradient_buckets import bucket_starts, reduced_parameters
+from mmtrain.costs.gradient_reduction import GradientReduction
 from mmtrain.costs.hardware import ELEMENT_BYTES
-from mmtrain.costs.sharded_layers import BYTES_PER_GRADIENT
 from mmtrain.planning.artifact.layout import MeshSize
 from mmtrain.planning.evaluate.partition_orders import (
     LayerSpans,
@@ -181,17 +181,19 @@ class _EstimateRun:
         ranks = list(partitions.order.last_row)
         shape = len(ranks), len(partitions)
         num_updated = np.zeros(shape, dtype=np.int64)
+        adding_s = np.zeros(shape)
         gather_s, reduction_s = np.zeros(shape), np.zeros(shape)
         holds_nothing = np.ones(shape, dtype=np.bool_)
         for spans in partitions.spans:
             mesh = self.assignment.meshes[spans.unit]
             num_layers, num_parameters, first_chunk = self._held_of_unit(partitions, ranks, spans)
             num_updated += num_parameters // mesh.num_replicas
+            adding_s += self._adding_seconds(spans.unit, num_parameters)
             is_first = (num_layers > 0) & holds_nothing
             of_unit = self._waits_of_first_chunk(spans, first_chunk)
             gather_s, reduction_s = np.where(is_first, of_unit, (gather_s, reduction_s))
             holds_nothing &= num_layers == 0
-        return _HeldParameters(gather_s, reduction_s, num_updated)
+        return _HeldParameters(gather_s, reduction_s, num_updated, adding_s)
 
     def _with_closing_collectives(self, held: "_HeldParameters", ends: Sequence[FloatArray]) -> FloatArray:
         """(n, batches) with what is left of reducing gradients, and the optimizer's step for which all wait.
@@ -207,7 +209,22 @@ class _EstimateRun:
         num_ranks = self.assignment.ranks
         everyone = GroupLayout.strided(num_ranks, 1, self.machine.ranks_per_node)
         norm_s = self.layer_costs.costs.collective("all_reduce", NORM_BYTES, everyone)
-        return np.asarray(reduced + norm_s + optimizer_s[:, None])
+        adding_s = held.adding_s.max(axis=0)
+        return np.asarray(reduced + norm_s + (adding_s + optimizer_s)[:, None])
+
+    def _adding_seconds(self, unit: str, num_parameters: IntArray) -> FloatArray:
+        """Return the seconds in which ranks add up gradients of so many parameters, as of one bucket."""
+        replicas = GroupLayout(self.assignment.meshes[unit].num_replicas)
+        counts, inverse = np.unique(num_parameters, return_inverse=True)
+        # A tied matrix is reduced once, where a rank counts it at both ends.
+        twice = sum(self._trained(unit)) - sum(self._reduced_parameters(unit, is_whole=False))
+        seconds = [self._reduction.adding_seconds(max(0, count - twice), replicas) for count in counts.tolist()]
+        return np.array(seconds)[inverse.ravel()].reshape(num_parameters.shape)
+
+    def _trained(self, unit: str) -> IntArray:
+        """(L,) parameters of each layer that train, on one rank."""
+        mesh = self.assignment.meshes[unit]
+        return self.layer_costs.unit_costs(unit, mesh.tp, self.assignment.batch_split).parameters.astype(np.int64)
 
     def _held_of_unit(
         self, partitions: OrderedPartitions, ranks: Sequence[int], spans: LayerSpans
@@ -216,9 +233,7 @@ class _EstimateRun:
 
         Of the first chunk that holds any, (2, ranks, n): its first layer and the one after its last.
         """
-        mesh = self.assignment.meshes[spans.unit]
-        trained = self.layer_costs.unit_costs(spans.unit, mesh.tp, self.assignment.batch_split).parameters
-        parameters_before = np.concatenate([[0], np.cumsum(trained.astype(np.int64))])
+        parameters_before = np.concatenate([[0], np.cumsum(self._trained(spans.unit))])
         column = {stage: k for k, stage in enumerate(spans.stages)}
         held = [
             (row, column[stage])
@@ -296,10 +311,17 @@ class _EstimateRun:
             num_replicas, ranks_per_node = mesh.num_replicas, self.machine.ranks_per_node
             first_ranks = [p * mesh.tp * num_replicas for p in range(mesh.pp)]
             layouts = {GroupLayout.strided(num_replicas, mesh.tp, ranks_per_node, first) for first in first_ranks}
-            reductions = (costs.collective("reduce_scatter", num_parameters * BYTES_PER_GRADIENT, g) for g in layouts)
+            reduction = self._reduction
+            reductions = (
+                reduction.rounding_seconds(num_parameters, g) + reduction.seconds(num_parameters, g) for g in layouts
+            )
             gathers = (costs.collective("all_gather", num_parameters * weight_bytes, g) for g in layouts)
             self._collective_s[key] = max(reductions), min(gathers)
         return self._collective_s[key]
+
+    @cached_property
+    def _reduction(self) -> GradientReduction:
+        return GradientReduction(self.layer_costs.costs, self.layer_costs.grad_reduce)
 
     @cached_property
     def _collective_s(self) -> dict[tuple[int, MeshSize], tuple[float, float]]:
@@ -313,6 +335,7 @@ class _HeldParameters(NamedTuple):
     first_gather_s: FloatArray  # by which gathering parameters delays the rank's first forward
     last_reduction_s: FloatArray  # by which reducing gradients lasts longer than its last backward
     num_updated: IntArray  # parameters that its optimizer updates
+    adding_s: FloatArray  # in which it adds up gradients that replicas sent in bf16
 
 
 def _slowest_on_rank(by_kind: FloatArray, num_together: int) -> FloatArray:

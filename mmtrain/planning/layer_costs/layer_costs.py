@@ -23,7 +23,7 @@ from mmtrain.costs import (
 )
 from mmtrain.costs.context_parallel_costs import ContextGroup, context_seconds
 from mmtrain.costs.cost_model import LayerWork, waiting_seconds
-from mmtrain.costs.hardware import ELEMENT_BYTES
+from mmtrain.costs.hardware import ELEMENT_BYTES, Precision
 from mmtrain.costs.rank_memory import (
     RankLayer,
     layer_activation_bytes,
@@ -144,6 +144,7 @@ class LayerCosts:
         self.encoder_microbatches = problem.constraints.encoder_microbatches
         self.recompute: Mapping[str, RecomputeMode] = problem.constraints.recompute
         self.bucket_parameters = problem.recipe.parallel.bucket_parameters
+        self.grad_reduce: Precision = problem.recipe.train.grad_reduce
         self.sp: SpSizes = sp or {}
         self.chunks: TpChunks = chunks or {}
         self.budget = budget

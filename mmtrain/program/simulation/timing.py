@@ -20,7 +20,9 @@ from mmtrain.costs.cost_model import (
     TokenSplit,
     waiting_seconds,
 )
-from mmtrain.costs.sharded_layers import BYTES_PER_GRADIENT, ShardedLayers, overlapped_seconds
+from mmtrain.costs.gradient_reduction import BYTES_PER_GRADIENT, GradientReduction
+from mmtrain.costs.hardware import Precision
+from mmtrain.costs.sharded_layers import ShardedLayers, overlapped_seconds
 from mmtrain.costs.time_spread import NO_SPREAD, TimeSpread
 from mmtrain.models.shapes.model_shape import LayerShape, ModelShape
 from mmtrain.program.ir.actions import (
@@ -36,7 +38,7 @@ from mmtrain.program.ir.actions import (
     Share,
     Step,
 )
-from mmtrain.program.ir.data_dependencies import Bucket, gradient_buckets
+from mmtrain.program.ir.data_dependencies import Bucket, gradient_buckets, participants
 from mmtrain.program.ir.graph import LLM, Edge, Microbatch, StageGraph, StageId
 from mmtrain.program.ir.segments import direction, finished_pass
 from mmtrain.program.ir.step_loads import IntArray, Route, StepLoads
@@ -157,6 +159,7 @@ class ModelTiming:
     rail_hop_s: float = 0.0  # see `Hardware.rail_hop_s`
     time_spread: TimeSpread = NO_SPREAD  # of the ranks
     slowest_rank_ratio: float = 1.0  # that `costs` hold, see `Hardware`
+    grad_reduce: Precision = "fp32"  # in which replicas send each other gradients
 
     @cached_property
     def waits(self) -> StragglerWaits:
@@ -289,7 +292,10 @@ class ModelTiming:
         }
 
     def collective(self, rank: int, action: Collective, group: tuple[int, ...]) -> TransferCost:
-        """Return the cost of a collective; gradients are reduce-scattered and parameters all-gathered (ZeRO-1)."""
+        """Return the cost of a collective; gradients are reduce-scattered and parameters all-gathered (ZeRO-1).
+
+        What else reducing gradients in bf16 takes delays their collective, or lengthens `Step`.
+        """
         layout = self.link_class(group)
         match action:
             case Share(edge, mb, payload):
@@ -298,11 +304,13 @@ class ModelTiming:
             case Dispatch():
                 return self._dispatch(action)
             case ReduceGrads():
-                nbytes = self._reduced_bytes(rank, action)
-                seconds = self.costs.collective("reduce_scatter", nbytes, layout)
+                num_reduced = self._num_reduced(rank, action)
+                nbytes = self._reduction.nbytes(num_reduced)
+                seconds = self._reduction.rounding_seconds(num_reduced, layout)
+                seconds += self._reduction.seconds(num_reduced, layout)
             case GatherParams(unit, chunk, bucket):
-                reduced_bytes = self._reduced_bytes(rank, ReduceGrads(unit, chunk, bucket))  # of the same parameters
-                nbytes = reduced_bytes // BYTES_PER_GRADIENT * self.element_bytes
+                num_reduced = self._num_reduced(rank, ReduceGrads(unit, chunk, bucket))  # the same parameters
+                nbytes = num_reduced * self.element_bytes
                 seconds = self.costs.collective("all_gather", nbytes, layout)
             case ReduceShared():
                 table = self.shape.unit(LLM).layers[0]
@@ -310,7 +318,7 @@ class ModelTiming:
                 seconds = self.costs.collective("all_reduce", nbytes, layout)
             case Step():
                 nbytes = NORM_BYTES
-                seconds = self.costs.collective("all_reduce", nbytes, layout) + self._optimizer_s
+                seconds = self.costs.collective("all_reduce", nbytes, layout) + self._adding_s + self._optimizer_s
         return TransferCost(seconds, nbytes)
 
     def _dispatch(self, action: Dispatch) -> TransferCost:
@@ -426,7 +434,13 @@ class ModelTiming:
         """What prices the collectives of sharded units, by unit."""
         return {
             mesh.unit: ShardedLayers(
-                self.costs, mesh.num_replicas, mesh.shard, self.element_bytes, self.ranks_per_node, mesh.tp
+                self.costs,
+                mesh.num_replicas,
+                mesh.shard,
+                self.element_bytes,
+                self.ranks_per_node,
+                mesh.tp,
+                self.grad_reduce,
             )
             for mesh in self.graph.meshes
             if mesh.shard is not None
@@ -479,10 +493,32 @@ class ModelTiming:
     def _posting_s(self) -> float:
         return self.costs.posting()
 
+    @property
+    def _reduction(self) -> GradientReduction:
+        return GradientReduction(self.costs, self.grad_reduce)
+
+    @cached_property
+    def _adding_s(self) -> float:
+        """Seconds in which the rank with most gradients adds up those that replicas sent it."""
+        if self.grad_reduce == "fp32":
+            return 0.0
+        seconds_of_ranks = dict.fromkeys(self._ranks_of_stages, 0.0)
+        for rank in seconds_of_ranks:
+            for reduction in gradient_buckets(self.graph, rank):
+                replicas = self.link_class(participants(self.graph, rank, reduction))
+                num_reduced = self._num_reduced(rank, reduction)
+                seconds_of_ranks[rank] += self._reduction.adding_seconds(num_reduced, replicas)
+        return max(seconds_of_ranks.values())
+
+    @property
+    def _ranks_of_stages(self) -> set[int]:
+        """One rank of each stage: other replicas and TP ranks do the same."""
+        return {stage.tp_groups[0][0] for stage in self.graph.stages}
+
     @cached_property
     def _optimizer_s(self) -> float:
         """Seconds of the longest optimizer step of a rank."""
-        ranks = {stage.tp_groups[0][0] for stage in self.graph.stages}  # other replicas and TP ranks do the same
+        ranks = self._ranks_of_stages
         units = {mesh.unit: mesh.num_replicas if mesh.shard is None else mesh.shard for mesh in self.graph.meshes}
         counts = [sum(self._trained_parameters(rank, name) // dp for name, dp in units.items()) for rank in ranks]
         return max(map(self.costs.optimizer, counts))
@@ -552,18 +588,18 @@ class ModelTiming:
     def _trained_parameters(self, rank: int, unit: str) -> int:
         return sum(self._trained_in_stage(sid) for sid, _ in self.graph.held_by(rank) if sid.unit == unit)
 
-    def _reduced_bytes(self, rank: int, reduction: ReduceGrads) -> int:
+    def _num_reduced(self, rank: int, reduction: ReduceGrads) -> int:
+        """Return the parameters of a bucket whose gradients a rank reduces."""
         key = rank, reduction
-        if key not in self._bytes_of_reduction:
+        if key not in self._reduced:
             for of_rank, bucket in gradient_buckets(self.graph, rank).items():
                 num_trained = sum(self._trained_by_layer(bucket.stage)[bucket.lo : bucket.hi])
-                num_trained -= self._counted_twice(bucket, num_trained)
-                self._bytes_of_reduction[rank, of_rank] = num_trained * BYTES_PER_GRADIENT
-        return self._bytes_of_reduction[key]
+                self._reduced[rank, of_rank] = num_trained - self._counted_twice(bucket, num_trained)
+        return self._reduced[key]
 
     @cached_property
-    def _bytes_of_reduction(self) -> dict[tuple[int, ReduceGrads], int]:
-        """Cache of `_reduced_bytes`."""
+    def _reduced(self) -> dict[tuple[int, ReduceGrads], int]:
+        """Cache of `_num_reduced`."""
         return {}
 
     def _counted_twice(self, bucket: Bucket, num_trained: int) -> int:

@@ -130,6 +130,15 @@ class TrainSettings(Section):
         description="Precision of weights and activations. `auto`: fp32 on a CPU; on CUDA bf16 with fp32 master "
         "weights.",
     )
+    grad_reduce: Literal["fp32", "bf16"] = setting(
+        "fp32",
+        affects={"plan"},
+        added_later=True,
+        description="Type in which data-parallel replicas send each other gradients. `bf16` halves the bytes: every "
+        "replica rounds its own sum once, and adds up in fp32 what the others send, in their order, so that a step "
+        "repeats its bits. Local sums, the optimizer, shared embeddings, sums over a tensor-parallel group and those "
+        "between copies of a shard stay fp32.",
+    )
     deterministic: bool = setting(
         False,
         affects=NOTHING,

@@ -281,19 +281,26 @@ def build_units(
         _join_tied(stages.values())
         units[name] = UnitRunner(name, stages, groups)
         if mesh.shard is not None:
-            units[name] = _shard_unit(mesh, stages, transport, options)
+            units[name] = _shard_unit(mesh, stages, transport, options, train.grad_reduce == "bf16")
     return units
 
 
 def _shard_unit(
-    mesh: UnitMesh, stages: Mapping[StageId, StageModule], transport: Transport, options: StageOptions
+    mesh: UnitMesh,
+    stages: Mapping[StageId, StageModule],
+    transport: Transport,
+    options: StageOptions,
+    rounds_reduced: bool,
 ) -> UnitRunner:
-    """Shard a unit's stages over its replicas, and set their weights; return what runs them."""
+    """Shard a unit's stages over its replicas, and set their weights; return what runs them.
+
+    rounds_reduced: whether replicas send each other gradients in bf16.
+    """
     groups = transport.groups.units[mesh.unit]
     sharding, param_specs = transport.groups.sharding[mesh.unit], {}
     for stage_id, stage in stages.items():
         specs = param_specs[stage_id] = parameter_specs.stage_param_specs(stage, mesh.unit, groups.tp_size)
-        shard_stage(stage, sharding, options.device, options.dtype, mesh.keeps_weights)
+        shard_stage(stage, sharding, options.device, options.dtype, mesh.keeps_weights, rounds_reduced)
         initialize_shards(stage, specs, sharding, groups.tp, options.seed, options.dtype, options.pretrained)
     counts = mesh.num_microbatches, mesh.keeps_weights
     return ShardedUnitRunner(mesh.unit, stages, groups, *counts, sharding, param_specs)
@@ -339,25 +346,25 @@ def build_unit_optimizer(
         for name, param in stage.named_parameters():
             tied = _is_copy(param)
             params[param] = LocalParam(specs[name], tied, owned=not tied or 0 in stage.indices)
-    lr_scale, weight_decay = _unit_rates(recipe, unit.name)
-    buckets = _gradient_buckets(unit, bucket_starts or {})
-    return ZeroAdamW(buckets, params, unit.groups, world.device, recipe.train.optimizer, lr_scale, weight_decay)
+    buckets, rates = _gradient_buckets(unit, bucket_starts or {}), _unit_rates(recipe, unit.name)
+    rounds_reduced = recipe.train.grad_reduce == "bf16"
+    return ZeroAdamW(buckets, params, unit.groups, world.device, recipe.train.optimizer, rates, rounds_reduced)
 
 
 def _build_sharded_optimizer(recipe: Recipe, unit: ShardedUnitRunner) -> FullyShardedAdamW:
     """Build the optimizer of a unit whose stages are sharded."""
-    lr_scale, weight_decay = _unit_rates(recipe, unit.name)
+    rates = _unit_rates(recipe, unit.name)
     params, tp_group = unit.parameter_specs(), unit.groups.tp
     gathered = list(unit.stages.values()) if unit.keeps_weights else []
     settings = recipe.train.optimizer
-    return FullyShardedAdamW(params, unit.mesh, tp_group, settings, lr_scale, weight_decay, gathered)
+    return FullyShardedAdamW(params, unit.mesh, tp_group, settings, rates, gathered)
 
 
-def _unit_rates(recipe: Recipe, unit: str) -> tuple[float, float]:
-    """Return the factor on the learning rate of a unit, and its weight decay."""
+def _unit_rates(recipe: Recipe, unit: str) -> parameter_specs.UnitRates:
     settings = recipe.model.unit(unit)
     default = recipe.train.optimizer.weight_decay
-    return settings.lr_scale, default if settings.weight_decay is None else settings.weight_decay
+    weight_decay = default if settings.weight_decay is None else settings.weight_decay
+    return parameter_specs.UnitRates(settings.lr_scale, weight_decay)
 
 
 def _gradient_buckets(

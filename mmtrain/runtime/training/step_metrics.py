@@ -125,6 +125,7 @@ class StepMetricsReducer:
             self._machine.ranks_per_node,
             self._machine.overlap_slowdown,
             self._machine.rail_hop_s,
+            grad_reduce=self._context.recipe.train.grad_reduce,
         )
 
     def _work_of(self, stage: Stage) -> Hashable:
