@@ -38,7 +38,8 @@ USED: tuple[tuple[str, str, str], ...] = (
     (
         "torch.distributed.fsdp",
         "FSDPModule",
-        "set_force_sum_reduction_for_comms set_gradient_divide_factor set_modules_to_backward_prefetch _get_fsdp_state",
+        "set_custom_reduce_scatter set_force_sum_reduction_for_comms set_gradient_divide_factor "
+        "set_modules_to_backward_prefetch _get_fsdp_state",
     ),
     # Before torch 2.13, which has `set_reduce_scatter_unused_params`.
     ("torch.distributed.fsdp._fully_shard._fsdp_state", "FSDPState", "_fsdp_param_group"),

@@ -62,6 +62,8 @@ def verify(
 
 
 def _lines(verified: "Verification") -> "list[str]":
+    from mmtrain.runtime.verification.compare_gradients import MAX_ROUNDED_DISTANCE
+
     lines = []
     num_ranks = verified.cut.plan.world_size
     for number, step in enumerate(verified.steps, 1):
@@ -71,6 +73,10 @@ def _lines(verified: "Verification") -> "list[str]":
             verdict = f"{len(step.differences)} of {step.num_parameters} gradients differ"
         lines.append(f"Step {number}: {losses}; {verdict}.")
         lines += [f"  {difference}" for difference in step.differences[:MAX_DIFFERENCES_IN_MESSAGE]]
+    if any(step.is_rounded for step in verified.steps):
+        lines.append(
+            f"train.grad_reduce is bf16, so a gradient is equal within {MAX_ROUNDED_DISTANCE:.1%} of its norm."
+        )
     if not verified.is_equal:
         lines.append("The plan does NOT compute what one process computes. Errors spread from the first one named.")
     elif verified.cut.note is None:

@@ -4,25 +4,38 @@ The oracle knows what every rank has computed by itself, in fp32: it rounds thes
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
 from mmtrain.models.megatron.zero_adamw import ZeroAdamW
 from mmtrain.models.optim.parameter_specs import NamedShard
+from mmtrain.models.stage import fully_sharded
 from mmtrain.planning import Plan
+from mmtrain.program import Forward
 from mmtrain.program.schedules.builder import ScheduleKind
 from mmtrain.recipe import Recipe
+from mmtrain.report import read_metrics
 from mmtrain.runtime.execution.rank_context import build_rank_context
 from mmtrain.runtime.world import World
-from tests.distributed import run_ranks
+from tests.distributed import RanksFailed, run_ranks
+from tests.faults import FailAt
 from tests.flow.cases import AUDIO, Mesh, plan, recipe, step_data
 from tests.flow.cells import ADAPTED
-from tests.flow.gather import copy
+from tests.flow.equality import train_steps
+from tests.flow.gather import copy, whole
+from tests.flow.runs import SHARDED as SHARDED_RUN
+from tests.flow.runs import assert_same_end, request_for, run_all
+from tests.flow.test_replicated import replicated
 
+MAX_LOSS_CHANGE = 1e-3  # relative: a contribution is rounded by up to 2^-9, with either sign
 BF16: dict[str, Any] = {"train__grad_reduce": "bf16"}
 TIED: dict[str, Any] = {"model__llm__tie_embeddings": True}
 SPEECH: dict[str, Any] = {"model__audio": AUDIO}
@@ -142,3 +155,96 @@ def test_gradients_are_the_sums_of_what_ranks_have(case: str, grad_reduce: str) 
     assert names == {name for name, _ in expected}
     norm = torch.cat([shard.tensor.flatten() for _, _, shards in ranks for shard in shards]).double().norm()
     assert [norm_of_rank for _, norm_of_rank, _ in ranks] == pytest.approx([float(norm)] * len(ranks), rel=1e-6)
+
+
+class _GatheredReduceScatter(DefaultReduceScatter):
+    """FSDP2's reduce-scatter as the oracle does it: every rank gets all of every rank in fp32."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        gathered = input_tensor.new_empty(group.size(), input_tensor.numel())
+        dist.all_gather_into_tensor(gathered.view(-1), input_tensor, group=group)
+        total = torch.zeros_like(input_tensor)
+        for of_rank in gathered:
+            total += of_rank.to(torch.bfloat16).float()
+        output_tensor.copy_(total.view(group.size(), -1)[group.rank()])
+
+
+def _steps_by_oracle(settings: Recipe, chosen: Plan) -> Any:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(fully_sharded, "RoundedReduceScatter", _GatheredReduceScatter)
+        return train_steps(settings, chosen, False)
+
+
+# name -> recipe changes, ranks, shard, more of the plan
+SHARDED: dict[str, tuple[dict[str, Any], int, int, dict[str, Any]]] = {
+    "one copy": ({}, 2, 2, {}),
+    "one copy of four, some dispatched, audio, tied": (SPEECH | TIED, 4, 4, {"dispatch": "all"}),
+    "two copies, recomputed": (TIED, 4, 2, {"recompute": (1, 3)}),
+    "kept weights": ({"parallel__placement": "replicated", "parallel__zero": 2}, 2, 2, {}),
+    "tp inside with slices of tokens": (SPEECH, 4, 2, {"tp": 2, "sp": True}),
+    "ring inside": (SPEECH, 2, 2, {"cp": 2, "method": "ring", "dispatch": "none"}),
+    "encoders first": (SPEECH, 2, 2, {"dispatch": "all", "encoder_first_in": 1}),
+    "adapters": (ADAPTED, 2, 2, {}),
+    "frozen encoder": ({"model__vision__freeze": True}, 2, 2, {}),
+}
+
+
+@pytest.mark.parametrize("case", SHARDED)
+def test_sharded_units_add_up_rounded_gradients(case: str) -> None:
+    """Each backward's gradients by themselves, inside a copy; between copies they are added up in fp32."""
+    changes, num_ranks, shard, more = SHARDED[case]
+    settings = recipe(**changes, **BF16)
+    chosen = replicated(settings, num_ranks, shard, **more)
+    expected, found = (run_ranks(num_ranks, run, settings, chosen) for run in (_steps_by_oracle, _train))
+    in_fp32 = run_ranks(num_ranks, _train, recipe(**changes), chosen)
+    assert [steps for steps, _ in found] == [steps for steps, _ in expected]
+    assert [steps for steps, _ in found] != [steps for steps, _ in in_fp32]
+    gradients, of_oracle = (whole([g for _, of_rank in ranks for g in of_rank]) for ranks in (found, expected))
+    assert gradients.keys() == of_oracle.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, of_oracle[name], rtol=0.0, atol=0.0, msg=name)
+
+
+def _train(settings: Recipe, chosen: Plan) -> Any:
+    return train_steps(settings, chosen, False)
+
+
+@pytest.mark.slow  # 15 s each
+@pytest.mark.parametrize("placement", [("parallel.placement=unified", "parallel.llm.dp=2"), SHARDED_RUN], ids=str)
+def test_runs_repeat_their_bits_and_continue_after_a_kill(
+    placement: tuple[str, ...], data: Path, tmp_path: Path
+) -> None:
+    settings = (*placement, "train.grad_reduce=bf16")
+    unbroken, again, killed = (request_for(data, tmp_path / n, *settings) for n in ("unbroken", "again", "killed"))
+    for request in (unbroken, again):
+        assert run_all(request, request) == ["", ""]
+    assert_same_end(again.run_dir, unbroken.run_dir)
+    with pytest.raises(RanksFailed, match="died without a word"):
+        run_all(killed, killed, faults=FailAt(0, 3, "kill", action=Forward))
+    resumed = replace(killed, resume=True)
+    assert run_all(resumed, resumed) == ["", ""]
+    assert_same_end(killed.run_dir, unbroken.run_dir)
+    in_fp32 = request_for(data, tmp_path / "fp32", *placement)
+    assert run_all(in_fp32, in_fp32) == ["", ""]
+    losses, of_fp32 = ([s["loss"] for s in read_metrics(request.run_dir)] for request in (unbroken, in_fp32))
+    assert losses != of_fp32
+    assert losses == pytest.approx(of_fp32, rel=MAX_LOSS_CHANGE)
+
+
+def _losses(settings: Recipe, chosen: Plan, num_steps: int) -> list[float]:
+    context = build_rank_context(settings, chosen, _world())
+    return [context.train(step_data(context, step % 4), 0.01).loss for step in range(num_steps)]
+
+
+def test_a_model_learns_as_with_gradients_in_fp32() -> None:
+    """Four batches, ten times each: the losses fall alike, and are not those of fp32 bit for bit."""
+    losses = {}
+    for grad_reduce in ("fp32", "bf16"):
+        settings = recipe(train__grad_reduce=grad_reduce)
+        ranks = run_ranks(2, _losses, settings, plan(settings, **PAIR), 40)
+        losses[grad_reduce] = np.sum(ranks, axis=0)
+    assert losses["fp32"][-1] < 0.7 * losses["fp32"][3]
+    assert (losses["bf16"] != losses["fp32"]).any()
+    np.testing.assert_allclose(losses["bf16"], losses["fp32"], rtol=MAX_LOSS_CHANGE)

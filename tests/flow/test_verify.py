@@ -25,6 +25,18 @@ def _arguments(data: Path, *changes: str) -> tuple[str, ...]:
     return ("verify", str(RECIPE), *(part for setting in settings for part in ("--set", setting)))
 
 
+@pytest.mark.parametrize("placement", ["unified", "replicated"])
+def test_gradients_that_travel_in_bf16_are_equal_within_a_stated_part(
+    data: Path, tmp_path: Path, placement: str
+) -> None:
+    parallel = (f"parallel.placement={placement}", "parallel.llm.tp=1", "cluster.ranks=4", "train.grad_reduce=bf16")
+    if placement == "unified":
+        parallel += ("parallel.llm.dp=4",)
+    done = run_forked(tmp_path, *_arguments(data, "cluster.hardware=h100-80g", *parallel))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "train.grad_reduce is bf16, so a gradient is equal within 0.8% of its norm." in done.stdout
+
+
 @pytest.mark.parametrize(
     "parallel",
     [

@@ -41,6 +41,7 @@ def recipe(
     cluster: dict[str, Any] | None = None,
     global_batch: int = 8,
     seq_len: int = 384,
+    grad_reduce: str = "fp32",
 ) -> Recipe:
     return Recipe.model_validate(
         {
@@ -49,7 +50,12 @@ def recipe(
             "data": {"sources": [{"path": "samples.json"}], "tokenizer": "tokenizer.json", "seq_len": seq_len},
             "parallel": parallel or {},
             "cluster": cluster or {},
-            "train": {"steps": 1, "global_batch": global_batch, "optimizer": {"lr": 1e-3}},
+            "train": {
+                "steps": 1,
+                "global_batch": global_batch,
+                "optimizer": {"lr": 1e-3},
+                "grad_reduce": grad_reduce,
+            },
         }
     )
 

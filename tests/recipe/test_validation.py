@@ -277,6 +277,10 @@ def test_missing_settings_say_what_they_are(write: Write) -> None:
         (["parallel.shard=2"], "parallel.shard: found 2 with placement auto"),
         (["parallel.zero=1"], "parallel.zero: found 1 with placement auto"),
         (
+            ["parallel.placement=replicated", "parallel.shard=1", "train.grad_reduce=bf16"],
+            "train.grad_reduce: found bf16 with parallel.shard 1, whose copies add up gradients in fp32",
+        ),
+        (
             ["parallel.placement=replicated", "parallel.zero=1", "parallel.shard=2"],
             "parallel.shard: found 2 with parallel.zero 1, which keeps weights whole",
         ),

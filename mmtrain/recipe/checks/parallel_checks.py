@@ -188,6 +188,10 @@ def _check_shard(recipe: Recipe, tp: int) -> Iterator[Problem]:
     if recipe.parallel.zero == 1 and shard != "auto":
         text = f"found {shard} with parallel.zero 1, which keeps weights whole on every rank; leave out one of the two"
         yield Problem(("parallel", "shard"), text)
+    if shard == 1 and recipe.train.grad_reduce == "bf16":
+        text = "found bf16 with parallel.shard 1, whose copies add up gradients in fp32; use fp32, another "
+        text += "parallel.shard, or parallel.zero: 1, which keeps weights whole as well"
+        yield Problem(("train", "grad_reduce"), text)
     if isinstance(shard, int) and ranks is not None and ranks % (shard * tp):
         by_tp = f" by tp {tp}" if tp > 1 else ""
         text = f"{shard} does not divide cluster.ranks {ranks}{by_tp}; use a divisor, or `all`"

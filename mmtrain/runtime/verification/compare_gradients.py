@@ -11,6 +11,9 @@ from mmtrain.program import StageGraph
 
 # Of the distance of a gradient, relative to its norm; and of the norm below which that of all gradients counts.
 MAX_RELATIVE_DISTANCE = 1e-4
+# The same where replicas send each other gradients in bf16, which rounds each contribution by up to 2^-9 of its size.
+# What contributions have in common may cancel, and then that is more of their sum.
+MAX_ROUNDED_DISTANCE = 2**-7
 MIN_NORM_SHARE = 1e-3
 _MAX_ANGLE = 1e-3  # of a gradient that is said to be a multiple of the right one: distance to it over its norm
 
@@ -55,13 +58,16 @@ def stage_of_parameter(graph: StageGraph, parameter: str) -> str | None:
 
 
 def compare_gradients(
-    by_rank: Sequence[Sequence[NamedShard]], expected: Mapping[str, Tensor]
+    by_rank: Sequence[Sequence[NamedShard]],
+    expected: Mapping[str, Tensor],
+    max_distance: float = MAX_RELATIVE_DISTANCE,
 ) -> tuple[Difference, ...]:
     """Return the parameters whose gradients differ, those nearest to the loss first: errors spread from there.
 
     Args:
         by_rank: the shards that each rank holds; each element must be on exactly one rank.
         expected: the whole gradients by name, in the order of the model's parameters.
+        max_distance: of a gradient, relative to its norm.
     """
     total_norm = float(torch.cat([gradient.flatten() for gradient in expected.values()]).norm())
     shards: dict[str, list[tuple[int, NamedShard]]] = {name: [] for name in expected}
@@ -75,16 +81,16 @@ def compare_gradients(
     differences = [
         difference
         for name in reversed(list(expected))
-        if (difference := _compare(name, shards[name], expected[name], total_norm)) is not None
+        if (difference := _compare(name, shards[name], expected[name], total_norm, max_distance)) is not None
     ]
     return (*differences, *unexpected)
 
 
 def _compare(
-    name: str, shards: Sequence[tuple[int, NamedShard]], expected: Tensor, total_norm: float
+    name: str, shards: Sequence[tuple[int, NamedShard]], expected: Tensor, total_norm: float, max_distance: float
 ) -> Difference | None:
     scale = max(float(expected.norm()), MIN_NORM_SHARE * total_norm)
-    limit = MAX_RELATIVE_DISTANCE * scale
+    limit = max_distance * scale
     num_found, wrong_ranks = 0, []
     found, right = [], []
     for rank, shard in shards:
