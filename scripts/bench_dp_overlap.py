@@ -1,14 +1,17 @@
 """Measure what buckets of layers hide of data-parallel communication (`parallel.bucket_parameters`).
 
+Or, with `--grad-reduce fp32 bf16`, what gradients that travel in bf16 save of it (`train.grad_reduce`).
+
     mmtrain data demo --out demo-data
     python -m scripts.bench_dp_overlap demo-data            # a link of 20 MB/s between two replicas
     python -m scripts.bench_dp_overlap demo-data --megabytes-per-s 50 --bucket-parameters 500000
+    python -m scripts.bench_dp_overlap demo-data --grad-reduce fp32 bf16
 
 Two replicas of a small model train with one bucket for all layers, and with several. Every reduction of gradients and
 every gathering of parameters takes the time of a slow link, by its bytes, with the core free. A step without the link
 gives the seconds of every action, and the simulator predicts from these what the link adds to a step. What it adds in
 fact is what ranks wait more in steps with the link, the median of pairs that follow each other: the steps themselves
-vary more where other programs use the cores. Losses are equal bit for bit.
+vary more where other programs use the cores. Losses are equal bit for bit, whatever the buckets.
 """
 
 import math
@@ -18,6 +21,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -28,8 +32,10 @@ from scripts.slow_link import SlowLink
 LINK = SlowLink()
 # Before Megatron-core keeps these functions under names of its own.
 LINK.carry("reduce_scatter_tensor", "all_gather_into_tensor", "reduce_scatter_single", "all_gather_single")
+LINK.carry("all_to_all_single")
 LINK.carry_coalesced()
 
+from mmtrain.costs.hardware import ELEMENT_BYTES  # noqa: E402
 from mmtrain.data import BatchBuilder, GroupStream, build_index  # noqa: E402
 from mmtrain.data.loading.batch_builder import StepData  # noqa: E402
 from mmtrain.planning.artifact.plan import Plan  # noqa: E402
@@ -59,18 +65,20 @@ SETTINGS = (
 
 
 def main() -> None:
-    """Print a line for each size of buckets."""
+    """Print a line for each size of buckets, and type in which gradients travel."""
     parser = arguments(__doc__)
     parser.add_argument("data", type=Path, help="the folder that `mmtrain data demo` wrote")
     parser.add_argument("--megabytes-per-s", type=float, default=20.0)
     parser.add_argument("--bucket-parameters", type=int, nargs="+", default=[2_000_000, 1_000_000])
+    parser.add_argument("--grad-reduce", nargs="+", choices=["fp32", "bf16"], default=["fp32"])
     parser.add_argument("--steps", type=int, default=9)
     options = parser.parse_args()
     report = start("Data-parallel communication in buckets of layers", options)
-    report.table("buckets", "step without a link", "the link", "it adds", "predicted", "hidden", "loss")
+    report.table("gradients", "buckets", "step without a link", "the link", "it adds", "predicted", "hidden", "loss")
     runs = []
-    for size in (ONE_BUCKET, *options.bucket_parameters):
-        recipe = load_recipe(Path("recipes/demo.yaml"), _settings(options.data, size)).recipe
+    for size, grad_reduce in product((ONE_BUCKET, *options.bucket_parameters), options.grad_reduce):
+        settings = [*_settings(options.data, size), f"train.grad_reduce={grad_reduce}"]
+        recipe = load_recipe(Path("recipes/demo.yaml"), settings).recipe
         runs.append((recipe, fastest_plan(recipe, build_index(recipe).lengths, NUM_RANKS, "cpu-core")))
     launch_local(NUM_RANKS, partial(_rank_main, report, runs, options.megabytes_per_s * 1e6, options.steps))
 
@@ -139,13 +147,15 @@ class _Replica:
     def cells(self, bytes_per_s: float) -> list[str]:
         free, with_link = (self.waits[has_link][1:] for has_link in (False, True))
         recorded = {action: statistics.median(seconds[1:]) for action, seconds in self.recorded.items()}
-        timing = _Recorded(recorded, _link_bytes(self.context), bytes_per_s)
+        grad_reduce = self.context.recipe.train.grad_reduce
+        timing = _Recorded(recorded, _num_elements(self.context), ELEMENT_BYTES[grad_reduce], bytes_per_s)
         predicted_s, free_s = (
             simulate(self.context.program, timed).step_time_s
             for timed in (timing, replace(timing, bytes_per_s=math.inf))
         )
         added_s = statistics.median(b - a for a, b in zip(free, with_link, strict=True))  # one behind the other
         return [
+            grad_reduce,
             str(sum(isinstance(action, ReduceGrads) for action in self.context.program.for_rank(0))),
             f"{statistics.median(self.seconds[False][1:]):.3f} s",
             f"{self.link_s:.3f} s",
@@ -156,10 +166,10 @@ class _Replica:
         ]
 
 
-def _link_bytes(context: RankContext) -> Mapping[tuple[str, int, int], int]:
-    """Return the bytes of each bucket's gradients; in fp32 parameters have as many."""
+def _num_elements(context: RankContext) -> Mapping[tuple[str, int, int], int]:
+    """Return the parameters of each bucket."""
     return {
-        (name, *number): 4 * sum(buffer.numel for buffer in ddp.buffers)
+        (name, *number): sum(buffer.numel for buffer in ddp.buffers)
         for name, unit in context.optimizer.units.items()
         for number, ddp in unit._buffers.items()  # type: ignore[attr-defined]
     }
@@ -170,7 +180,8 @@ class _Recorded:
     """A `Timing` of recorded seconds, and of a link between two ranks for what replicas exchange."""
 
     seconds: Mapping[Action, float]
-    link_bytes: Mapping[tuple[str, int, int], int]
+    num_elements: Mapping[tuple[str, int, int], int]  # of each bucket; parameters are fp32
+    gradient_bytes: int  # of one as it travels
     bytes_per_s: float
 
     def compute(self, action: Compute) -> float:
@@ -188,8 +199,11 @@ class _Recorded:
 
     def collective(self, rank: int, action: Collective, group: tuple[int, ...]) -> TransferCost:
         if isinstance(action, ReduceGrads | GatherParams):
-            nbytes = self.link_bytes[action.unit, action.chunk, action.bucket]
-            return TransferCost(nbytes / NUM_RANKS / self.bytes_per_s, nbytes)
+            is_reduction = isinstance(action, ReduceGrads)
+            element_bytes = self.gradient_bytes if is_reduction else ELEMENT_BYTES["fp32"]
+            nbytes = element_bytes * self.num_elements[action.unit, action.chunk, action.bucket]
+            rounding_s = self.seconds[action] if is_reduction else 0.0
+            return TransferCost(rounding_s + nbytes / NUM_RANKS / self.bytes_per_s, nbytes)
         return TransferCost(self.seconds[action], 0)
 
     def link_class(self, ranks: tuple[int, ...]) -> int:

@@ -22,6 +22,7 @@ COLLECTIVES = (
     "all_gather_into_tensor",
     "reduce_scatter_single",
     "all_gather_single",
+    "all_to_all_single",
 )
 
 
