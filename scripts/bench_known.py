@@ -194,6 +194,7 @@ def write_recipe(run: KnownRun, recompute: str, folder: Path) -> Path:
     # Packing fills a microbatch to a little less than its limit, so the limit lies a little above what was published.
     seq_len = run.sequence * run.per_microbatch + run.sequence // 4
     train: dict[str, object] = {"steps": 1, "global_batch": run.num_microbatches, "optimizer": {"lr": 1e-4}}
+    train["grad_reduce"] = run.grad_reduce
     if run.lora_rank is not None:
         train["lora"] = {"rank": run.lora_rank}
     recipe = {

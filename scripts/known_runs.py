@@ -112,6 +112,7 @@ class KnownRun:
     mesh: Mapping[str, Any] = field(default_factory=dict)
     recompute: float = 0.0  # share of the layers; between 0 and 1 a run is priced between none and all
     lora_rank: int | None = None
+    grad_reduce: str = "fp32"  # in which gradients travelled
     text: int | None = None  # text tokens of a sample that also has media; None: all of `sequence`
     vision: str = ""  # patches of a sample, as `count,text,vision` files state them
     before: str = "new"  # "used" in choosing constants or "held out", when a run's half was chosen by hand
@@ -119,8 +120,8 @@ class KnownRun:
 
     @property
     def execution(self) -> Execution:
-        """Whose kernels it ran."""
-        return EXECUTIONS[self.kernels]
+        """Whose kernels it ran. Gradients in bf16 were added up on their way, as in NeMo's `grad_sync_dtype: bf16`."""
+        return replace(EXECUTIONS[self.kernels], sums_on_the_way=self.grad_reduce == "bf16")
 
     @property
     def held_out(self) -> bool:
@@ -172,6 +173,7 @@ def _read(row: Mapping[str, Any], models: Mapping[str, Any]) -> KnownRun:
         mesh=row.get("mesh", {}),
         recompute=1.0 if row.get("recompute") == "all" else row.get("recompute", 0.0),
         lora_rank=row.get("lora_rank"),
+        grad_reduce=row.get("grad_reduce", "fp32"),
         text=batch.get("text"),
         vision=batch.get("vision", ""),
         before=row.get("before", "new"),

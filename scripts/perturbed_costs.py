@@ -111,14 +111,14 @@ class PerturbedTable:
         return self.measured.holds_tp_waits
 
     @property
-    def tp_traffic(self) -> float:
-        """What the layers were measured with."""
-        return self.measured.tp_traffic
-
-    @property
     def sums_on_the_way(self) -> bool:
         """What the layers were measured with."""
         return self.measured.sums_on_the_way
+
+    @property
+    def tp_traffic(self) -> float:
+        """What the layers were measured with."""
+        return self.measured.tp_traffic
 
     def seconds(self, work: LayerWork) -> float:
         """Return the seconds that one rank spends on a pass; see `CostModel`."""

@@ -117,14 +117,14 @@ class AnalyticCosts:
         return False
 
     @property
-    def tp_traffic(self) -> float:
-        """Bytes of a block's tensor-parallel collectives over those of Megatron-LM: what the framework moves."""
-        return self.execution.tp_traffic
-
-    @property
     def sums_on_the_way(self) -> bool:
         """Whether a reduce-scatter adds gradients up in bf16 on their way, as the framework does it."""
         return self.execution.sums_on_the_way
+
+    @property
+    def tp_traffic(self) -> float:
+        """Bytes of a block's tensor-parallel collectives over those of Megatron-LM: what the framework moves."""
+        return self.execution.tp_traffic
 
     @property
     def element_bytes(self) -> int:

@@ -142,13 +142,13 @@ class CostModel(Protocol):
         ...
 
     @property
-    def tp_traffic(self) -> float:
-        """Bytes of a block's tensor-parallel collectives over those of Megatron-LM."""
+    def sums_on_the_way(self) -> bool:
+        """Whether a reduce-scatter adds gradients up in bf16 on their way; mmtrain adds up in fp32 what arrives."""
         ...
 
     @property
-    def sums_on_the_way(self) -> bool:
-        """Whether a reduce-scatter adds gradients up in bf16 on their way; mmtrain adds up in fp32 what arrives."""
+    def tp_traffic(self) -> float:
+        """Bytes of a block's tensor-parallel collectives over those of Megatron-LM."""
         ...
 
     def seconds(self, work: LayerWork) -> float:

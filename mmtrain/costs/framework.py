@@ -31,6 +31,7 @@ class Execution:
     recomputed_gemms: float = 0.0  # share of a layer's GEMMs that backward computes again beside full recomputation
     recomputes_elementwise: bool = False  # the same of norms, activations and residuals
     recomputes_attention: bool = False
+    sums_on_the_way: bool = False  # gradients that travel in bf16 are added up in bf16, by a reduce-scatter
     # Bytes per parameter of gradient norm, clipping and AdamW, in fp32. The norm reads the gradient. AdamW reads
     # gradient, weight and two moments and writes all four, the gradient since it clips it on the way.
     optimizer_bytes: int = 4 * (1 + 4 + 4)
@@ -40,7 +41,6 @@ class Execution:
     # With sequence parallelism, gathers and reduce-scatters of a TP group go round its ranks in parts, each beside the
     # GEMM of another part (Transformer Engine's user buffers, `tp_comm_overlap` of Megatron-LM and NeMo).
     user_buffers: bool = False
-    sums_on_the_way: bool = False  # gradients that travel in bf16 are added up in bf16, by a reduce-scatter
     gradient_bytes: int = 0  # per parameter and microbatch, where a kernel of its own adds gradients up
 
     def extra_elements(self, layer: LayerShape, tokens: int, tp: int) -> float:

@@ -137,14 +137,14 @@ class MeasuredCosts:
         return any(entry.tp > 1 for entry in self.table.layers)
 
     @property
-    def tp_traffic(self) -> float:
-        """Return 1: tables are of mmtrain's own layers, which move what Megatron-LM moves."""
-        return 1.0
-
-    @property
     def sums_on_the_way(self) -> bool:
         """Return False: tables are of mmtrain, which adds up in fp32 what arrives."""
         return False
+
+    @property
+    def tp_traffic(self) -> float:
+        """Return 1: tables are of mmtrain's own layers, which move what Megatron-LM moves."""
+        return 1.0
 
     def seconds(self, work: LayerWork) -> float:
         """Return the seconds that one rank spends on a pass; see `CostModel`.

@@ -86,9 +86,13 @@ class ShardedLayers:
             nbytes += 4 * BYTES_PER_GRADIENT * count
         if not is_first:
             nbytes += 3 * BYTES_PER_GRADIENT * count / self.shard
-        seconds = self.costs.shard_copies(nbytes, _REDUCE_KERNELS)
-        seconds += self._reduction.rounding_seconds(count, self._copy)
-        return seconds + self._reduction.adding_seconds(count, self._copy)
+        return self.costs.shard_copies(nbytes, _REDUCE_KERNELS)
+
+    def rounded_copies_seconds(self, layer: LayerShape) -> float:
+        """Return the seconds in which a rank rounds gradients to bf16, if they travel so, and adds up what comes."""
+        count = num_trained_parameters(layer, self.tp) if layer.trainable else 0
+        rounding_s = self._reduction.rounding_seconds(count, self._copy)
+        return rounding_s + self._reduction.adding_seconds(count, self._copy)
 
     @property
     def _reduction(self) -> GradientReduction:

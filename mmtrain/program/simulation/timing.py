@@ -418,7 +418,8 @@ class ModelTiming:
             copies = [prices.gather_copies_seconds(held.layer) if is_gathered else 0.0 for held in layers]
             if kind == "B":
                 added = [prices.reduce_copies_seconds(held.layer, is_first=mb.index == 0) for held in layers]
-                copies = [sum(both) for both in zip(copies, added, strict=True)]
+                rounded = [prices.rounded_copies_seconds(held.layer) for held in layers]
+                copies = [sum(of_layer) for of_layer in zip(copies, added, rounded, strict=True)]
             arrays = (np.array(compute) + copies, np.array(gathers), np.array(reductions))
             self._compute_s[key] = float(overlapped_seconds(*arrays, self.overlap_slowdown))
         return self._compute_s[key]
