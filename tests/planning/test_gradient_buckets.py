@@ -15,7 +15,13 @@ GPT = {"layers": 8, "hidden": 2048, "heads": 16, "kv_heads": 16, "ffn": 8192, "v
 
 
 def evaluated(
-    bucket_parameters: int | None, num_ranks: int = 16, grad_reduce: str = "fp32", ranks_per_node: int = 8, **llm: Any
+    bucket_parameters: int | None,
+    num_ranks: int = 16,
+    *,
+    tied: bool = False,
+    grad_reduce: str = "fp32",
+    ranks_per_node: int = 8,
+    **llm: Any,
 ) -> tuple[Evaluator, Any, Any]:
     """Return an evaluator, the only meshes of a GPT of 0.5 billion parameters, and its chains with their partition."""
     parallel = {
@@ -26,7 +32,7 @@ def evaluated(
     cluster = {"ranks_per_node": ranks_per_node}
     settings = factory.recipe(
         vision=None,
-        llm=GPT,
+        llm=GPT | {"tie_embeddings": tied},
         parallel=parallel,
         cluster=cluster,
         global_batch=16,
@@ -48,7 +54,7 @@ def predicted(bucket_parameters: int | None, **llm: Any) -> tuple[float, float, 
 
 
 @pytest.mark.parametrize("grad_reduce", ["fp32", "bf16"])
-@pytest.mark.parametrize("llm", [{}, {"recompute": "all"}, {"pp": 2}, {"pp": 2, "vpp": 2}], ids=str)
+@pytest.mark.parametrize("llm", [{}, {"recompute": "all"}, {"pp": 2}, {"pp": 2, "vpp": 2}, {"tied": True}], ids=str)
 @pytest.mark.parametrize("bucket_parameters", [1, None, 1_000_000_000])
 def test_the_estimate_is_just_below_the_simulation(
     bucket_parameters: int | None, llm: dict[str, Any], grad_reduce: str
