@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mmtrain.errors import RunError
+from mmtrain.system_calls import lock_open_file
 from mmtrain.system_errors import describe_os_error
 
 # What file systems answer that cannot do what was asked (FUSE, SMB, some of containers), as git and databases read it.
@@ -155,11 +155,11 @@ def take_lock(file: int, *, wait: bool) -> bool | None:
     fails (EIO).
     """
     try:
-        fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        is_locked = lock_open_file(file, wait=wait)
     except BlockingIOError:
         return False
     except OSError as error:
         if error.errno == errno.EIO:
             raise
         return None
-    return True
+    return True if is_locked else None

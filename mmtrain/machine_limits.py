@@ -2,11 +2,12 @@
 
 import math
 import os
-import resource
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+
+from mmtrain.system_calls import user_limit
 
 CORE_COUNT_VARIABLE = "PYTHON_CPU_COUNT"  # Python's own, which reads it from 3.13 on
 # OpenMP's own ways to bind threads to cores, which it does when it is loaded: with any of them, all ranks and workers
@@ -66,9 +67,7 @@ def read_limits(root: Path) -> MachineLimits:
 
 def max_processes(limits: MachineLimits) -> int | None:
     """Return how many processes and threads this user may have (`ulimit -u`, or the container's); None for any."""
-    of_user = resource.getrlimit(resource.RLIMIT_NPROC)[0]
-    known = [limit for limit in (of_user, limits.num_processes) if limit not in (None, resource.RLIM_INFINITY)]
-    return min(filter(None, known), default=None)
+    return min(filter(None, (user_limit("processes"), limits.num_processes)), default=None)
 
 
 def drop_thread_binding(env: MutableMapping[str, str] = os.environ) -> str | None:

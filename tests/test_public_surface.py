@@ -16,7 +16,10 @@ import mmtrain
 
 COMMITTED = Path(__file__).with_name("public_surface.json")
 ROOMS = sorted(module.name for module in pkgutil.iter_modules(mmtrain.__path__) if module.ispkg)
-WITHOUT_TORCH = ["api", "balance", "cli", "costs", "data", "families", "planning", "program", "recipe", "report"]
+WITHOUT_TORCH = [
+    *("api", "balance", "checkpoint", "cli", "costs", "data", "families", "planning", "program", "recipe", "report"),
+    "weights",
+]
 
 
 def surface() -> dict[str, list[str]]:

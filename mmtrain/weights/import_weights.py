@@ -17,8 +17,8 @@ from mmtrain.errors import ModelFolderError
 from mmtrain.families import Block, ParameterSource, read_model_folder
 from mmtrain.families.hub_models import fetch_weights
 from mmtrain.families.weight_layouts import Box
-from mmtrain.models.optim.parameter_specs import ParamSpec
 from mmtrain.models.shapes.layer_shape import is_adapter
+from mmtrain.models.shapes.param_spec import ParamSpec
 from mmtrain.recipe import Recipe
 from mmtrain.weights.folder_tensors import DTYPES, FolderTensors
 from mmtrain.weights.match_tensors import match_tensors

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from mmtrain.checkpoint import Checkpoint, ShardSpec
-from mmtrain.models.optim.parameter_specs import ParamSpec
 from mmtrain.models.shapes.freezing import all_parameter_names
 from mmtrain.models.shapes.layer_shape import is_adapter
 from mmtrain.models.shapes.model_shape import build_model_shape
+from mmtrain.models.shapes.param_spec import ParamSpec
 from mmtrain.recipe import Recipe
 from mmtrain.weights.adapters import adapted_weights, adapter_names, merge_adapter, weight_of_adapter
 from mmtrain.weights.import_weights import MAX_ELEMENTS_PER_READ, mean_row

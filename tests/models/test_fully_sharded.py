@@ -10,7 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from mmtrain.models.build_stage import StageOptions, build_stage_without_weights
 from mmtrain.models.megatron import ParallelGroups
 from mmtrain.models.optim import parameter_specs
-from mmtrain.models.optim.parameter_specs import ParamSpec, stage_param_specs
+from mmtrain.models.optim.parameter_specs import stage_param_specs
+from mmtrain.models.shapes.param_spec import ParamSpec
 from mmtrain.models.stage.fully_sharded import initialize_shards, shard_stage
 from mmtrain.models.stage.stage_module import StageSpec
 from tests.distributed import run_ranks

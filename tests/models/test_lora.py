@@ -14,8 +14,9 @@ from mmtrain.costs.layer_arithmetic import unit_flops
 from mmtrain.costs.rank_memory import layer_state
 from mmtrain.errors import RecipeError
 from mmtrain.models.megatron import ParallelGroups
-from mmtrain.models.optim.parameter_specs import ParamSpec, stage_param_specs
+from mmtrain.models.optim.parameter_specs import stage_param_specs
 from mmtrain.models.shapes.freezing import parameter_names
+from mmtrain.models.shapes.param_spec import ParamSpec
 from mmtrain.models.stage.stage_module import StageModule
 from tests.distributed import run_ranks
 from tests.models.factory import images, settings, shape_of, stage, text

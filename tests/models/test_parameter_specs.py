@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmtrain.models.optim import parameter_specs
-from mmtrain.models.optim.parameter_specs import ParamSpec, initialize_parameters, stage_param_specs, tp_shard
+from mmtrain.models.optim.parameter_specs import initialize_parameters, stage_param_specs, tp_shard
+from mmtrain.models.shapes.param_spec import ParamSpec
 from tests.models.factory import settings, stage
 from tests.models.whole_tensors import join_tp_shards
 

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mmtrain.models.megatron import ParallelGroups
-from mmtrain.models.optim.parameter_specs import ParamSpec, stage_param_specs
+from mmtrain.models.optim.parameter_specs import stage_param_specs
+from mmtrain.models.shapes.param_spec import ParamSpec
 from mmtrain.recipe.settings.model_settings import ModelSettings
 from tests.distributed import run_ranks
 from tests.models.factory import POOLED, RESAMPLED, SCALED, WINDOWED, gradients, images, settings, stage, text

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from mmtrain.models.optim.parameter_specs import ParamSpec
+from mmtrain.models.shapes.param_spec import ParamSpec
 from mmtrain.models.stage.llm_layers import TextContext
 from mmtrain.models.stage.stage_inputs import TextInput
 from mmtrain.models.stage.stage_module import StageModule

@@ -11,9 +11,10 @@ import torch
 
 from mmtrain.costs import num_parameters
 from mmtrain.errors import UserError
-from mmtrain.models.optim.parameter_specs import NamedShard, ParamSpec
+from mmtrain.models.optim.parameter_specs import NamedShard
 from mmtrain.models.shapes.layer_shape import Attention
 from mmtrain.models.shapes.model_shape import LayerShape, build_model_shape
+from mmtrain.models.shapes.param_spec import ParamSpec
 from mmtrain.planning.artifact.plan import Plan
 from mmtrain.planning.artifact.plan_graph import stage_graph
 from mmtrain.program import Recv, Send, build_program

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from mmtrain.models.optim.parameter_specs import ParamSpec, stage_param_specs
+from mmtrain.models.optim.parameter_specs import stage_param_specs
+from mmtrain.models.shapes.param_spec import ParamSpec
 from mmtrain.models.stage.stage_module import StageModule
 from mmtrain.recipe import Recipe, load_recipe
 from tests.models.factory import randomize

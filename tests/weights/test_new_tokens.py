@@ -18,8 +18,8 @@ from mmtrain.data.synthetic.tiny_tokenizer import write_tiny_tokenizer
 from mmtrain.data.text.load_tokenizer import load_tokenizer
 from mmtrain.errors import DataError, RecipeError, UserError
 from mmtrain.families import FAMILIES
-from mmtrain.models.optim.parameter_specs import ParamSpec
 from mmtrain.models.shapes.model_shape import build_model_shape
+from mmtrain.models.shapes.param_spec import ParamSpec
 from mmtrain.models.stage.stage_inputs import TextInput
 from mmtrain.models.stage.stage_module import StageModule
 from mmtrain.recipe import Recipe

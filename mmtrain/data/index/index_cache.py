@@ -223,10 +223,10 @@ class IndexCache:
         content_sha256: str,
         warnings: tuple[str, ...],
     ) -> StoredIndex:
-        """Store an index whose records are in the file that `new_records` opened, while that is open."""
+        """Store an index whose records are in the file that `new_records` opened, and close that."""
         build_folder = self._build_folder
         assert build_folder is not None, "store is called while the file of `new_records` is open"
-        records.flush()
+        records.close()  # Windows renames no folder in which a file is open
         save_file({name: column.stored for name, column in arrays.items()}, build_folder / _ARRAYS_FILE)
         save_file(media.arrays(), build_folder / _MEDIA_FILE)
         rest: dict[str, Any] = {

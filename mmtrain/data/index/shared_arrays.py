@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from mmtrain.balance.columns import FilePlace, IntArray, StoredColumn
 from mmtrain.durable_files import take_lock
+from mmtrain.system_calls import reserve_bytes
 
 MIN_SHARED_ROWS = 1 << 20  # below it every process holds its own array: 4 MB
 _LOCK_FILE = "lock"
@@ -118,14 +119,17 @@ def _write(path: Path, size: int, dtype: "np.dtype[Any]", fill: Callable[[Signed
     """Compute an array in a new file, and rename it when it is complete."""
     file, name = tempfile.mkstemp(prefix="making-", dir=path.parent)
     try:
-        os.posix_fallocate(file, 0, size * dtype.itemsize)  # a full disk is an error here, and a signal in the mapping
+        try:
+            reserve_bytes(file, size * dtype.itemsize)
+        finally:
+            os.close(file)
         rows = np.memmap(name, dtype, "r+", shape=(size,))
         fill(rows.view(np.ndarray))
         rows.flush()
-        os.fchmod(file, 0o644)  # other users may read what is beside data that they can read
+        del rows  # Windows renames no file that is mapped
+        os.chmod(name, 0o644)  # other users may read what is beside data that they can read
         os.replace(name, path)
     finally:
-        os.close(file)
         with suppress(FileNotFoundError):
             os.unlink(name)
 
@@ -134,6 +138,6 @@ def _map_counts(path: Path, size: int) -> npt.NDArray[np.int32]:
     num_bytes = 4 * size
     with open(path, "ab") as file:
         if os.fstat(file.fileno()).st_size < num_bytes:
-            os.posix_fallocate(file.fileno(), 0, num_bytes)
+            reserve_bytes(file.fileno(), num_bytes)
     counts = np.memmap(path, np.int32, "r+", shape=(size,))
     return counts.view(np.ndarray)

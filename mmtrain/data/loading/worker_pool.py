@@ -20,12 +20,13 @@ from mmtrain.data.loading.ipc import SharedStatus, create_memory_file, map_file,
 from mmtrain.data.loading.step_format import to_json, unpack
 from mmtrain.data.remote.locations import known_versions
 from mmtrain.errors import MmtrainError, RunError
+from mmtrain.system_calls import named_signals
 
 MAX_DEATHS_PER_STEP = 3  # of workers, before the step is given up
 MAX_FAULTS_PER_SAMPLE = 2  # crashes and hangs over its media, before they are left out
 HANG_TIMEOUT_S = 60.0  # that a worker may spend on one image, clip or video
 HANG_CHECK_INTERVAL_S = 5.0
-_CRASH_SIGNALS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE)  # caused by itself
+_CRASH_SIGNALS = named_signals(("SIGSEGV", "SIGBUS", "SIGABRT", "SIGILL", "SIGFPE"))  # caused by itself
 # Workers are the parallelism: threads inside them would only compete.
 _SINGLE_THREADED = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 

@@ -12,12 +12,14 @@ import os
 import stat
 import zlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from io import BytesIO
 from typing import BinaryIO
 
 from PIL import Image
 
 from mmtrain.data.optional_packages import check_package_fits
+from mmtrain.system_calls import open_to_read, read_bytes_at
 
 _FIRST_READ_BYTES = 1 << 14  # most headers, and small images as a whole, are shorter
 _PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
@@ -57,7 +59,7 @@ _MAX_METADATA_BYTES = 16 << 20  # of all these chunks of a file; far above what 
 def fast_image_size(path: str) -> tuple[int, int] | None:
     """Return width and height of a complete, upright PNG or JPEG file; None for anything else, or nothing."""
     try:
-        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # opening a pipe must not block
+        file = open_to_read(path)
     except (OSError, ValueError):
         return None
     try:
@@ -65,7 +67,7 @@ def fast_image_size(path: str) -> tuple[int, int] | None:
         if not stat.S_ISREG(status.st_mode):
             return None
         head = os.read(file, _FIRST_READ_BYTES)
-        return _image_size(head, status.st_size, lambda count, offset: os.pread(file, count, offset))
+        return _image_size(head, status.st_size, partial(read_bytes_at, file))
     except OSError:
         return None
     finally:

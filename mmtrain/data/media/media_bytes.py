@@ -13,6 +13,7 @@ from mmtrain.data.media.data_urls import decode_base64
 from mmtrain.data.media.nearest_name import show_path, suggest_existing
 from mmtrain.data.remote.locations import SeekableReader, open_location
 from mmtrain.recipe.settings.source_path import is_url
+from mmtrain.system_calls import open_to_read
 
 
 class NotAFileError(OSError):
@@ -46,7 +47,7 @@ class FileMedia:
         """Open the file for reading. Raises OSError; a pipe or device is rejected, since reading it may block."""
         if is_url(self.path):
             return open_location(self.path)
-        descriptor = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)
+        descriptor = open_to_read(self.path)
         mode = os.fstat(descriptor).st_mode
         if not stat.S_ISREG(mode):
             os.close(descriptor)

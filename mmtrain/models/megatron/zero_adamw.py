@@ -23,7 +23,8 @@ from mmtrain.models.megatron.parallel_groups import ParallelGroups
 from mmtrain.models.optim.bf16_moments import Bf16MomentsAdamW
 from mmtrain.models.optim.bf16_reduction import RoundedReduction
 from mmtrain.models.optim.clip_factors import ClipFactors, set_clip_factors, sum_of_squares
-from mmtrain.models.optim.parameter_specs import MOMENTS, NamedShard, ParamSpec, UnitRates, WeightSource
+from mmtrain.models.optim.parameter_specs import MOMENTS, NamedShard, UnitRates, WeightSource
+from mmtrain.models.shapes.param_spec import ParamSpec
 from mmtrain.recipe.settings.train_settings import OptimizerSettings
 
 BucketNumber = tuple[int, int]  # model chunk, and bucket in it

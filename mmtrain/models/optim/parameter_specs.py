@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from mmtrain.models.shapes.layer_shape import PROJECTOR_KINDS
+from mmtrain.models.shapes.param_spec import ParamSpec
 from mmtrain.models.shapes.unit_shape import UnitShape
 
 _OUTPUT_PROJECTIONS = (
@@ -29,22 +30,6 @@ _DIMS_OF_IMAGE_KERNEL = 4  # output and input channels, rows, columns
 MAX_ELEMENTS_DRAWN_AT_ONCE = 2**20  # larger parameters are drawn in blocks: 9 ms of a core for a million numbers
 MAX_DRAWS = 64  # blocks of a parameter; the largest power of two up to this that divides its split dimension
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of Adam; a shard of one is named like its parameter, with `#` and this
-
-
-@dataclass(frozen=True)
-class ParamSpec:
-    """A parameter from the view of the whole model."""
-
-    name: str  # plan-independent, e.g. `vision.layers.3.self_attention.linear_qkv.weight`
-    full_shape: tuple[int, ...]  # of the full view
-    dim: int | None  # dimension of the full view that tensor parallelism splits; None: every rank holds all of it
-    starts_at_zero: bool = False  # of what would start at 1: weights of zero-centered norms
-    # Each rank of the TP group has the gradient of some tokens or heads alone; that of all is their sum.
-    is_gradient_partial: bool = False
-
-    def local_shape(self, tp: int) -> tuple[int, ...]:
-        """Return the shape of one rank's shard of the full view; elements in the order of the rank's parameter."""
-        return tuple(size // tp if i == self.dim else size for i, size in enumerate(self.full_shape))
 
 
 class UnitRates(NamedTuple):

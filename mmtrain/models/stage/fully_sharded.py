@@ -22,12 +22,12 @@ from mmtrain.models.optim.clip_factors import ClipFactors, set_clip_factors, sum
 from mmtrain.models.optim.parameter_specs import (
     MOMENTS,
     NamedShard,
-    ParamSpec,
     UnitRates,
     WeightSource,
     initial_values,
     num_blocks,
 )
+from mmtrain.models.shapes.param_spec import ParamSpec
 from mmtrain.models.stage.llm_layers import Head
 from mmtrain.models.stage.stage_module import StageModule
 from mmtrain.recipe.settings.train_settings import OptimizerSettings

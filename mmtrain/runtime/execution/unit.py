@@ -12,7 +12,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 
 from mmtrain.models.megatron import ParallelGroups, start_tp_communication
-from mmtrain.models.optim.parameter_specs import ParamSpec
+from mmtrain.models.shapes.param_spec import ParamSpec
 from mmtrain.models.stage.fully_sharded import reduce_between_copies
 from mmtrain.models.stage.host_offload import OffloadedBlocks
 from mmtrain.models.stage.piecewise import run_block_pieces

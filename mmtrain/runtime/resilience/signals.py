@@ -9,8 +9,9 @@ from types import FrameType
 from typing import NoReturn, Self
 
 from mmtrain.errors import StoppedAndSaved
+from mmtrain.system_calls import named_signals
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+STOP_SIGNALS = named_signals(("SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP"))
 STOP_LISTENER_THREAD = "mmtrain-signals"
 _WAKE = b"\0"
 MAX_LAST_ACT_S = 2.0  # in which a process that ends at once may leave word of it: a file server may hang

@@ -1,0 +1,77 @@
+"""Calls that Linux has and macOS or Windows lack, each with what takes its place there.
+
+Planning runs on all three. Training runs on Linux, so what only training calls is not here.
+"""
+
+import os
+import signal
+from collections.abc import Sequence
+from typing import Literal
+
+try:
+    import fcntl
+    import resource
+except ModuleNotFoundError:  # Windows
+    _HAS_UNIX_MODULES = False
+else:
+    _HAS_UNIX_MODULES = True
+
+Limit = Literal["processes", "open files"]
+_ZEROS = bytes(1 << 20)
+
+
+def can_fork() -> bool:
+    """Return whether processes start others as copies of themselves here, which training does."""
+    return hasattr(os, "fork")
+
+
+def named_signals(names: Sequence[str]) -> tuple[signal.Signals, ...]:
+    """Return those of the signals that this system has: SIGUSR1 and SIGHUP are not on Windows."""
+    return tuple(signal.Signals[name] for name in names if name in signal.Signals.__members__)
+
+
+def user_limit(what: Limit) -> int | None:
+    """Return how many the system lets this user or process have (`ulimit -u`, `ulimit -n`); None for any number."""
+    if not _HAS_UNIX_MODULES:
+        return None
+    number = resource.getrlimit(resource.RLIMIT_NPROC if what == "processes" else resource.RLIMIT_NOFILE)[0]
+    return None if number == resource.RLIM_INFINITY else number
+
+
+def lock_open_file(file: int, *, wait: bool) -> bool:
+    """Lock an open file against other processes, as long as it is open; return whether it is locked.
+
+    Raises BlockingIOError if another process holds it and this one must not wait, and OSError for a file system without
+    locks.
+    """
+    if not _HAS_UNIX_MODULES:  # what needs one writer works without: a second process does the same work again
+        return False
+    fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return True
+
+
+def open_to_read(path: str) -> int:
+    """Open a file for reading, and return its descriptor. Opening a pipe does not block. Raises OSError."""
+    # Windows has no O_NONBLOCK, and would translate line ends without O_BINARY, which only Windows has.
+    return os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+
+
+def read_bytes_at(file: int, count: int, offset: int) -> bytes:
+    """Read up to `count` bytes from byte `offset` of an open file, of which only one thread reads. Raises OSError."""
+    if hasattr(os, "pread"):
+        return os.pread(file, count, offset)
+    os.lseek(file, offset, os.SEEK_SET)
+    return os.read(file, count)
+
+
+def reserve_bytes(file: int, num_bytes: int) -> None:
+    """Give an open file at least this size, with its space on the disk. Raises OSError for a full disk.
+
+    In a mapping of a file without its space, a full disk is a signal that ends the process.
+    """
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(file, 0, num_bytes)
+        return
+    position = os.lseek(file, 0, os.SEEK_END)
+    while position < num_bytes:
+        position += os.write(file, _ZEROS[: num_bytes - position])
