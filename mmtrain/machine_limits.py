@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from mmtrain.system_calls import user_limit
+from mmtrain.system_calls import num_scheduled_cores, user_limit
 
 CORE_COUNT_VARIABLE = "PYTHON_CPU_COUNT"  # Python's own, which reads it from 3.13 on
 # OpenMP's own ways to bind threads to cores, which it does when it is loaded: with any of them, all ranks and workers
@@ -36,11 +36,6 @@ def num_available_cores(env: Mapping[str, str] = os.environ) -> int:
     quota = machine_limits().cores
     cores = num_scheduled_cores()
     return cores if quota is None else max(1, min(cores, math.floor(quota)))
-
-
-def num_scheduled_cores() -> int:
-    """Return how many cores the system runs this process on, whatever share of their time it gets."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @cache

@@ -25,6 +25,11 @@ def can_fork() -> bool:
     return hasattr(os, "fork")
 
 
+def num_scheduled_cores() -> int:
+    """Return how many cores the system runs this process on, whatever share of their time it gets."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def named_signals(names: Sequence[str]) -> tuple[signal.Signals, ...]:
     """Return those of the signals that this system has: SIGUSR1 and SIGHUP are not on Windows."""
     return tuple(signal.Signals[name] for name in names if name in signal.Signals.__members__)

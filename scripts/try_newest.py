@@ -22,7 +22,9 @@ from packaging.requirements import Requirement
 from scripts.gpu.requirements import requirements
 
 ROOT = Path(__file__).resolve().parents[1]
-EXTRAS = ("audio", "hf", "report", "heif", "video", "parquet", "serve", "remote", "dev")  # the others need a GPU
+EXTRAS = (  # the others need a GPU
+    *("train", "audio", "hf", "report", "heif", "video", "parquet", "serve", "remote", "all", "dev"),
+)
 TESTS = ("pytest", "-q", "-n", "auto", "--dist", "loadfile", "-m", "not slow and not long")
 MAX_FAILURES_SHOWN = 8
 _BROKEN_TEST = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
@@ -40,7 +42,7 @@ def bounded_packages() -> dict[str, Requirement]:
     """Return the requirements of this Python and system by name, without mmtrain's own extras."""
     applicable = {}
     for requirement in map(Requirement, requirements(*EXTRAS)):
-        if requirement.name != "mmtrain" and (requirement.marker is None or requirement.marker.evaluate()):
+        if requirement.marker is None or requirement.marker.evaluate():
             applicable[requirement.name] = requirement
     return applicable
 

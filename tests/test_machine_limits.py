@@ -9,9 +9,9 @@ from mmtrain.machine_limits import (
     MachineLimits,
     drop_thread_binding,
     num_available_cores,
-    num_scheduled_cores,
     read_limits,
 )
+from mmtrain.system_calls import num_scheduled_cores
 
 V2_MOUNT = "30 23 0:26 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw"
 V1_MOUNTS = """\

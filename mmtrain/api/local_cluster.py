@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from mmtrain.extras import TRAIN, require_extra
 from mmtrain.recipe import Recipe
 
 # What the drivers of the GPUs that torch.cuda knows create: NVIDIA's, NVIDIA's under WSL, AMD's.
@@ -31,6 +32,7 @@ def resolve_cluster(recipe: Recipe) -> tuple[int, str]:
 def _count_gpus() -> int:
     if not any(file.exists() for file in GPU_DRIVER_FILES):
         return 0
+    require_extra(TRAIN, "finding the GPUs of this machine", "state cluster.ranks and cluster.hardware")
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from mmtrain.api.plans import StartedRanks
 from mmtrain.api.recipe_index import print_note
+from mmtrain.extras import TRAIN, require_extra, require_forks
 from mmtrain.recipe import Recipe, require_runnable
 from mmtrain.report.plain_text import seconds_text
 from mmtrain.report.scaling import layout_text
@@ -20,7 +21,9 @@ def join_launched_ranks() -> "LaunchedRanks | None":
     """Meet the other processes that torchrun or SLURM started; None where this one starts its own ranks.
 
     A launcher's single process starts its own, too: its variables may be left from something else.
+    Raises UserError where plans cannot run.
     """
+    _require_ranks()
     from mmtrain.runtime.profiling.launched_ranks import LaunchedRanks
     from mmtrain.runtime.world import find_address, introduce_address
 
@@ -49,7 +52,9 @@ def plan_timer(
 
     `plan --measure` ranks plans by it. The function prints each result to stderr; a plan that fails while it runs takes
     infinitely long. ranks: those of a launcher; by default plans run on ranks of their own on this machine.
+    Raises UserError where plans cannot run.
     """
+    _require_ranks()
     require_runnable(recipe, "plan --measure")
     from mmtrain.runtime.profiling.measure_plans import LocalRanks, measure_plans
 
@@ -62,6 +67,11 @@ def plan_timer(
         return [run.measurement for run in runs]
 
     return measured
+
+
+def _require_ranks() -> None:
+    require_forks("plan --measure")
+    require_extra(TRAIN, "`mmtrain plan --measure`", "leave out --measure, and plans are ranked by predicted times")
 
 
 def _describe(run: "PlanRun") -> str:

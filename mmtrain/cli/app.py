@@ -22,6 +22,7 @@ from mmtrain.cli import (
     verify,
 )
 from mmtrain.errors import MmtrainError, RetiredSettingWarning
+from mmtrain.extras import needing_packages
 from mmtrain.machine_limits import drop_thread_binding
 from mmtrain.system_errors import system_errors_named
 
@@ -33,13 +34,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,  # a traceback means a bug of ours; print it as Python does
 )
 app.command()(plan.plan)
-app.command()(train.train)
-app.command()(profile.profile)
+app.command()(needing_packages("train")(train.train))
+app.command()(needing_packages("profile")(profile.profile))
 app.command()(simulate.simulate)
-app.command()(verify.verify)
+app.command()(needing_packages("verify")(verify.verify))
 app.command()(report.report)
-app.command()(evaluate.evaluate)
-app.command()(export.export)
+app.command()(needing_packages("evaluate")(evaluate.evaluate))
+app.command()(needing_packages("export")(export.export))
 app.command()(inspect.inspect)
 app.add_typer(data.app, name="data")
 app.add_typer(recipes.app, name="recipes")

@@ -7,6 +7,7 @@ import typer
 
 from mmtrain.cli import data_check, data_stats
 from mmtrain.cli.options import AsJson, Overrides, RecipeFile
+from mmtrain.extras import needing_packages
 
 app = typer.Typer(help="Generate, check and inspect training data.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -55,6 +56,7 @@ def demo(
 
 
 @app.command()
+@needing_packages("data digits")
 def digits(
     source: Annotated[Path, typer.Option(metavar="DIR", help="Folder of recordings named DIGIT_SPEAKER_INDEX.wav.")],
     out: Annotated[
@@ -150,6 +152,7 @@ def group(
 
 
 @app.command()
+@needing_packages("data latents")
 def latents(recipe: RecipeFile, overrides: Overrides, as_json: AsJson = False) -> None:
     """Encode the images that a recipe's generator draws, once, into model.generator.latents.
 
@@ -186,6 +189,7 @@ def latents(recipe: RecipeFile, overrides: Overrides, as_json: AsJson = False) -
 
 
 @app.command()
+@needing_packages("data serve")
 def serve(
     recipe: RecipeFile,
     overrides: Overrides,
@@ -207,13 +211,11 @@ def serve(
     import sys
     from functools import partial
 
-    from mmtrain.data.service.protocol import require_zmq
     from mmtrain.machine_limits import num_available_cores
     from mmtrain.recipe import load_recipe, require_runnable
 
     settings = load_recipe(recipe, overrides).recipe
     require_runnable(settings, "data serve")
-    require_zmq("mmtrain data serve")
     from mmtrain.data.service.producer import open_producer
     from mmtrain.runtime.resilience.lost_output import ignore_lost_output
     from mmtrain.runtime.resilience.signals import SignalPipe
@@ -229,6 +231,7 @@ def serve(
 
 
 @app.command()
+@needing_packages("data tiny-model")
 def tiny_model(
     family: Annotated[str, typer.Argument(metavar="FAMILY", help="A family of models, such as qwen2 or llama.")],
     out: Annotated[Path, typer.Option(metavar="DIR", help="Output folder.")],

@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d
 
 from mmtrain.costs.find_hardware import preset_for_device, slowest_hardware
 from mmtrain.errors import LaunchError, MmtrainError
-from mmtrain.machine_limits import num_available_cores, num_scheduled_cores
+from mmtrain.machine_limits import num_available_cores
 from mmtrain.runtime.device_rates import hardware_of_gpu
 from mmtrain.runtime.gloo_threads import calm_gloo_threads
 from mmtrain.runtime.rendezvous import (
@@ -28,6 +28,7 @@ from mmtrain.runtime.rendezvous import (
     print_note,
     reach_first_rank,
 )
+from mmtrain.system_calls import num_scheduled_cores
 
 T = TypeVar("T")
 RENDEZVOUS_TIMEOUT = timedelta(seconds=RENDEZVOUS_LIMIT_S)

@@ -13,15 +13,15 @@ OF_TESTS = ("pytest", "hypothesis")
 
 
 def requirements(*extras: str) -> list[str]:
-    """Return the requirements of mmtrain and of these extras as `pyproject.toml` states them."""
+    """Return the requirements of mmtrain and of these extras as `pyproject.toml` states them, extras of extras not."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     groups = [project["dependencies"], *(project["optional-dependencies"][extra] for extra in extras)]
-    return [requirement for group in groups for requirement in group]
+    return [requirement for group in groups for requirement in group if not requirement.startswith("mmtrain[")]
 
 
 def missing_packages() -> list[str]:
-    """Return the requirements of mmtrain that are not installed."""
-    return [requirement for requirement in requirements() if not _is_installed(requirement)]
+    """Return what training needs and is not installed."""
+    return [requirement for requirement in requirements("train") if not _is_installed(requirement)]
 
 
 def versions_out_of_bounds() -> list[str]:
@@ -29,7 +29,7 @@ def versions_out_of_bounds() -> list[str]:
     from packaging.requirements import Requirement  # it may be missing itself
 
     outside = []
-    for requirement in map(Requirement, requirements()):
+    for requirement in map(Requirement, requirements("train")):
         applies = requirement.marker is None or requirement.marker.evaluate()
         version = importlib.metadata.version(requirement.name)
         if applies and not requirement.specifier.contains(version, prereleases=True):

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from mmtrain.cli.doctor import health_lines
-from mmtrain.runtime.profiling.diagnostics import Diagnostic
-from mmtrain.runtime.profiling.doctor import MachineReport, examine_machine
+from mmtrain.runtime.profiling.doctor import examine_machine
+from mmtrain.runtime.profiling.host_diagnostics import Diagnostic
+from mmtrain.runtime.profiling.host_report import MachineReport
 from tests.forked_command import run_forked
 
 
@@ -28,6 +29,10 @@ def test_json_describes_this_machine(tmp_path: Path) -> None:
     assert report["flops"] > 1e8
     assert {"soundfile", "pyarrow"} <= set(report["versions"])
     assert not any("pip install 'mmtrain[" in f["remedy"] for f in report["findings"])
+    commands = {state["command"]: state for state in report["commands"]}
+    assert all(state["is_ready"] for state in commands.values())
+    assert commands["train"]["needs"] == {"train": True}
+    assert commands["data digits"]["needs"] == {"audio": True}
     assert not (tmp_path / "runs").exists()
 
 

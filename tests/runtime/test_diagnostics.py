@@ -11,17 +11,16 @@ import torch
 
 from mmtrain.costs import preset
 from mmtrain.costs.hardware import GIB
-from mmtrain.machine_limits import MachineLimits, num_scheduled_cores
-from mmtrain.runtime.profiling import diagnostics
+from mmtrain.extras import EXTRAS
+from mmtrain.machine_limits import MachineLimits
+from mmtrain.runtime.profiling import host_diagnostics as host
 from mmtrain.runtime.profiling.diagnostics import (
-    OPTIONAL_PACKAGES,
     accelerator_diagnostics,
     attention_diagnostics,
-    host_diagnostics,
-    package_diagnostics,
     throughput_diagnostics,
-    unmet_requirements,
 )
+from mmtrain.runtime.profiling.host_diagnostics import host_diagnostics, package_diagnostics, unmet_requirements
+from mmtrain.system_calls import num_scheduled_cores
 
 CPU = preset("cpu-core")
 FAST = CPU.peak_flops("fp32") * CPU.gemm_efficiency
@@ -30,18 +29,19 @@ FAST = CPU.peak_flops("fp32") * CPU.gemm_efficiency
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let mmtrain be installed without requirements, also where these tests run from a tree that is not."""
-    monkeypatch.setattr(diagnostics.importlib.metadata, "requires", lambda _: [])
-    monkeypatch.setattr(diagnostics.importlib.metadata, "metadata", lambda _: Message())
+    monkeypatch.setattr(host.importlib.metadata, "requires", lambda _: [])
+    monkeypatch.setattr(host.importlib.metadata, "metadata", lambda _: Message())
 
 
 @pytest.mark.usefixtures("installed")
 def test_a_missing_package_names_the_extra_and_the_commands(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in OPTIONAL_PACKAGES:
-        monkeypatch.setitem(sys.modules, name.module, None)
+    for module in (module for extra in EXTRAS for module in extra.modules):
+        monkeypatch.setitem(sys.modules, module, None)
     by_remedy = {f.remedy: f for f in package_diagnostics()}
-    assert by_remedy.keys() == {
-        f"pip install 'mmtrain[{extra}]'" for extra in ("audio", "video", "parquet", "serve", "report")
-    }
+    assert by_remedy.keys() == {f"pip install 'mmtrain[{extra.name}]'" for extra in EXTRAS}
+    training = by_remedy["pip install 'mmtrain[train]'"]
+    assert training.what.startswith("torch, megatron-core, einops and tensorboard, for ")
+    assert {"train", "verify", "data tiny-model"} <= {*training.commands}
     assert by_remedy["pip install 'mmtrain[report]'"].commands == ("report", "data stats")
     assert "train" in by_remedy["pip install 'mmtrain[video]'"].commands
     assert "data digits" in by_remedy["pip install 'mmtrain[audio]'"].commands
@@ -53,7 +53,7 @@ def test_a_package_that_fails_to_load_is_reported_apart_from_an_absent_one(monke
     def broken(name: str) -> None:
         raise OSError("libsndfile.so: cannot open")
 
-    monkeypatch.setattr(diagnostics.importlib, "import_module", broken)
+    monkeypatch.setattr(host.importlib, "import_module", broken)
     assert all("cannot open" in f.what and "pip" not in f.remedy for f in package_diagnostics())
 
 
@@ -122,8 +122,8 @@ def test_gemms_and_messages_slower_than_the_preset_assumes_are_reported() -> Non
 
 def test_low_limits_of_the_system_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(diagnostics.shutil, "disk_usage", lambda path: usage(2**26, 0, 2**26))
-    monkeypatch.setattr(diagnostics.resource, "getrlimit", lambda kind: (256, 256))
+    monkeypatch.setattr(host.shutil, "disk_usage", lambda path: usage(2**26, 0, 2**26))
+    monkeypatch.setattr(host, "user_limit", lambda what: 256)
     limits = MachineLimits(cores=0.5, memory_bytes=GIB, num_processes=100)
     texts = [f.what for f in host_diagnostics(tmp_path / "runs" / "new", GIB, limits)]
     assert f"0.1 GiB of disk free in {tmp_path}" in texts
@@ -137,8 +137,8 @@ def test_low_limits_of_the_system_are_reported(tmp_path: Path, monkeypatch: pyte
 
 def test_a_system_with_enough_of_everything_has_no_findings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(diagnostics.shutil, "disk_usage", lambda path: usage(2**50, 0, 2**50))
-    monkeypatch.setattr(diagnostics.resource, "getrlimit", lambda kind: (2**20, 2**20))
+    monkeypatch.setattr(host.shutil, "disk_usage", lambda path: usage(2**50, 0, 2**50))
+    monkeypatch.setattr(host, "user_limit", lambda what: None)
     (tmp_path / "cpu.max").write_text("max 100000\n")
     (tmp_path / "memory.max").write_text("max\n")
     assert list(host_diagnostics(tmp_path, 64 * GIB, MachineLimits(1024.0, 64 * GIB, 2**20))) == []

@@ -8,12 +8,8 @@ import psutil
 import pytest
 import torch
 
-from mmtrain.runtime.profiling.doctor import (
-    gpu_software_versions,
-    network_diagnostics,
-    network_lines,
-    peer_lines,
-)
+from mmtrain.runtime.profiling.doctor import gpu_software_versions, peer_lines
+from mmtrain.runtime.profiling.host_report import network_diagnostics, network_lines
 
 Address = namedtuple("Address", ["family", "address"])
 Stats = namedtuple("Stats", ["isup", "speed"])

@@ -408,7 +408,7 @@ def test_packed_versions_are_those_that_mmtrain_allows() -> None:
     there = {"python_version": pack.PYTHON_VERSION, "python_full_version": f"{pack.PYTHON_VERSION}.0"}
     allowed = {
         requirement.name: requirement.specifier
-        for requirement in map(Requirement, requirements.requirements("cuda"))
+        for requirement in map(Requirement, requirements.requirements("train", "cuda"))
         if requirement.marker is None or requirement.marker.evaluate(there)
     }
     packed = dict(name.split("==") for name in (*pack.MMTRAIN_PACKAGES, *pack.ATTENTION_PACKAGES))

@@ -52,6 +52,7 @@ from mmtrain.runtime.execution.precision import compute_dtype
 from mmtrain.runtime.execution.recorder import clock_for
 from mmtrain.runtime.gloo_threads import calm_gloo_threads
 from mmtrain.runtime.profiling.cut_profiler import ProfiledUnit, seconds_of_a_stop
+from mmtrain.runtime.profiling.host_report import processor_name
 from mmtrain.runtime.profiling.layer_profiler import (
     LayerProfiler,
     build_layer_profiler,
@@ -361,10 +362,7 @@ def device_name(device: torch.device) -> str:
     """Name what is measured: the GPU, or one core of the processor."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{CORE_PREFIX}{models[0] if models else platform.processor() or platform.machine()}"
+    return f"{CORE_PREFIX}{processor_name()}"
 
 
 def _measure_rank_spread(world: World) -> MeasuredSpread:
