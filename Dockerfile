@@ -4,8 +4,15 @@
 # bring a torch within pyproject.toml's range; images 25.xx are too old (25.12 ships a torch 2.10).
 #
 #   docker build -t mmtrain .
-#   docker run --gpus all --ipc=host --ulimit memlock=-1 -v "$PWD/runs:/workspace/runs" mmtrain mmtrain train ...
-FROM nvcr.io/nvidia/pytorch:26.06-py3
+#   docker run --gpus all --ipc=host --ulimit memlock=-1 -v "$PWD/runs:/workspace/runs" mmtrain \
+#       mmtrain train recipes/demo.yaml
+#
+# Another base, such as one with a torch for CPUs, which has no kernels to add:
+#
+#   docker build --build-arg BASE=python-with-torch --build-arg EXTRAS=all -t mmtrain .
+ARG BASE=nvcr.io/nvidia/pytorch:26.06-py3
+FROM ${BASE}
+ARG EXTRAS=all,cuda
 
 WORKDIR /opt/mmtrain
 COPY pyproject.toml setup.py README.md LICENSE NOTICE ./
@@ -20,10 +27,12 @@ COPY scripts/train.sbatch scripts/train.sbatch
 # is newer than pyproject.toml allows ends the build with pip's message: take an older tag.
 RUN python -c "import torch; print('torch==' + torch.__version__)" > /tmp/torch.txt \
     && pip install --no-cache-dir 'setuptools>=77.0.3' \
-    && pip install --no-cache-dir --no-build-isolation -c /tmp/torch.txt '.[cuda]' \
+    && pip install --no-cache-dir --no-build-isolation -c /tmp/torch.txt ".[${EXTRAS}]" \
     && python -c "import torch; assert open('/tmp/torch.txt').read().strip() == 'torch==' + torch.__version__" \
     && mmtrain --version
 
 # Which kernels will be used, and what is missing, on the machine that runs it: `docker run --gpus all mmtrain mmtrain doctor`.
+# The recipes are where commands run, so that `mmtrain train recipes/demo.yaml` works as on the pages.
 WORKDIR /workspace
+COPY recipes recipes
 CMD ["mmtrain", "--help"]

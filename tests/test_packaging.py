@@ -1,21 +1,27 @@
 """The wheel holds what its users need beside code, with the metadata that an index shows."""
 
 import hashlib
+import importlib.metadata
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import venv
 import zipfile
+from collections.abc import Iterable
 from email.message import Message
 from email.parser import Parser
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from mmtrain import __version__
 from mmtrain.recipe import load_recipe, recipe_fingerprint
+from tests.cli.test_documented_commands import as_shown, shown_plan
 
 ROOT = Path(__file__).parents[1]
 ADDRESS = "https://example.org/somebody/mmtrain"
@@ -137,3 +143,78 @@ def test_an_installed_wheel_copies_recipes_that_load(wheel: Path, tmp_path: Path
     assert load_recipe(here / "recipes" / "demo.yaml").recipe.data.sources[0].path == here / "demo-data" / "train.json"
     schema = json.loads((here / "recipes" / "recipe.schema.json").read_text(encoding="utf-8"))
     assert schema == json.loads((ROOT / "docs" / "recipe.schema.json").read_text(encoding="utf-8"))
+
+
+def requirements(wheel: Path, extra: str = "") -> list[Requirement]:
+    """Return what a wheel requires here, with one of its extras; what it requires of itself is named as mmtrain."""
+    found = map(Requirement, metadata(wheel).get_all("Requires-Dist", []))
+    return [each for each in found if each.marker is None or each.marker.evaluate({"extra": extra})]
+
+
+def with_dependencies(names: Iterable[str]) -> dict[str, importlib.metadata.Distribution]:
+    """Return installed packages and all that these need, by name."""
+    seen: set[tuple[str, str]] = set()
+    waiting = [(canonicalize_name(name), "") for name in names]
+    while waiting:
+        name, extra = waiting.pop()
+        if (name, extra) in seen:
+            continue
+        seen.add((name, extra))
+        for needed in map(Requirement, importlib.metadata.requires(name) or ()):
+            if needed.marker is None or needed.marker.evaluate({"extra": extra}):
+                waiting += [(canonicalize_name(needed.name), each) for each in ("", *needed.extras)]
+    return {name: importlib.metadata.distribution(name) for name, _ in seen}
+
+
+def test_the_core_needs_neither_torch_nor_megatron(wheel: Path) -> None:
+    core = {requirement.name for requirement in requirements(wheel)}
+    assert {"numpy", "pydantic", "typer"} <= core
+    assert core.isdisjoint({"torch", "megatron-core", "mmtrain"})
+    assert {"torch", "megatron-core"} <= {requirement.name for requirement in requirements(wheel, "train")} - core
+    [all_extras] = [each for each in requirements(wheel, "all") if each.name == "mmtrain"]
+    named = {*metadata(wheel).get_all("Provides-Extra", [])}
+    assert all_extras.extras == named - {"all", "dev", "cuda", "flash-attn"}
+
+
+@pytest.fixture(scope="module")
+def bare_environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment with the wheel and what it requires without extras, taken from the packages that are here."""
+    folder = tmp_path_factory.mktemp("bare")
+    venv.create(folder, with_pip=False)
+    [packages] = folder.glob("lib/python*/site-packages")
+    for distribution in with_dependencies(each.name for each in requirements(wheel)).values():
+        for name in {file.parts[0] for file in distribution.files or ()} - {"..", "__pycache__"}:
+            (packages / name).symlink_to(distribution.locate_file(name))
+    install = [sys.executable, "-m", "pip", "--python", str(folder), "install", "-q", "--no-deps", "--no-index"]
+    subprocess.run([*install, str(wheel)], check=True)
+    return folder
+
+
+def run_bare(environment: Path, here: Path, *arguments: str) -> str:
+    """Run the command of an environment in the folder `here`, and return what it prints."""
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [str(environment / "bin" / "mmtrain"), *arguments]
+    return subprocess.run(
+        command, check=True, stdout=subprocess.PIPE, text=True, cwd=here, env={**env, "COLUMNS": "110"}
+    ).stdout
+
+
+@pytest.mark.slow
+def test_a_wheel_without_torch_prints_the_plan_of_the_readme(bare_environment: Path, tmp_path: Path) -> None:
+    for package in ("torch", "megatron", "scipy"):
+        absent = subprocess.run([bare_environment / "bin" / "python", "-c", f"import {package}"], capture_output=True)
+        assert b"ModuleNotFoundError" in absent.stderr
+    run_bare(bare_environment, tmp_path, "recipes", "copy", "whatif/internvl_26b")
+    arguments, shown = shown_plan("README.md")
+    printed = run_bare(bare_environment, tmp_path, *arguments)
+    assert "unified on 64 x h100-80g" in printed
+    assert shown.startswith(as_shown(printed))
+
+
+@pytest.mark.slow
+def test_doctor_misses_nothing_of_the_core_there(bare_environment: Path, tmp_path: Path) -> None:
+    report = json.loads(run_bare(bare_environment, tmp_path, "doctor", "--json"))
+    assert not any("which mmtrain needs" in finding["what"] for finding in report["findings"])
+    states = {state["command"]: state for state in report["commands"]}
+    assert states["plan"]["is_ready"]
+    assert states["train"]["needs"] == {"train": False}
