@@ -45,8 +45,8 @@ class BuildWithShippedFiles(build_py):
 
 
 def version() -> str:
-    """Return `mmtrain.__version__` without importing the package, whose dependencies a build does not have."""
-    text = (ROOT / "mmtrain/__init__.py").read_text(encoding="utf-8")
+    """Return the version without importing the package, whose dependencies a build does not have."""
+    text = (ROOT / "mmtrain/version.py").read_text(encoding="utf-8")
     statement = re.search(r'^__version__ = "(.+)"$', text, re.MULTILINE)
     assert statement is not None
     return statement[1]

@@ -4,7 +4,7 @@ Plans, cost tables and checkpoints hold a number of their format and, under `WRI
 wrote them. CONTRIBUTING.md (Compatibility) says when the number rises.
 """
 
-from mmtrain import __version__
+from mmtrain.version import __version__
 
 WRITTEN_BY = "mmtrain"  # key in each of these files
 OTHER_FORMAT = "is of format"  # how the message starts

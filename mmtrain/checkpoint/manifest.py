@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mmtrain import __version__
 from mmtrain.checkpoint import folders as layout
 from mmtrain.checkpoint.storage import FileSum
 from mmtrain.checkpoint.tensor_pieces import ShardSpec
 from mmtrain.errors import CheckpointError
+from mmtrain.version import __version__
 from mmtrain.written_by import WRITTEN_BY, describe_other_format
 
 FORMAT = 1

@@ -6,7 +6,6 @@ from typing import Annotated
 
 import typer
 
-from mmtrain import __version__
 from mmtrain.cli import (
     data,
     doctor,
@@ -25,6 +24,7 @@ from mmtrain.errors import MmtrainError, RetiredSettingWarning
 from mmtrain.extras import needing_packages
 from mmtrain.machine_limits import drop_thread_binding
 from mmtrain.system_errors import system_errors_named
+from mmtrain.version import __version__
 
 app = typer.Typer(
     help="Plan and train multimodal LLMs.",

@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from mmtrain import __version__
 from mmtrain.costs.cost_model import TokenLoad
 from mmtrain.costs.find_hardware import is_same_hardware
 from mmtrain.costs.layer_fields import checked_layer_fields, layer_fields, layer_key, shape_of_fields
@@ -20,6 +19,7 @@ from mmtrain.costs.table_contradictions import (
 )
 from mmtrain.errors import PlanError
 from mmtrain.models.shapes.model_shape import LayerShape
+from mmtrain.version import __version__
 from mmtrain.written_by import WRITTEN_BY, describe_other_format
 
 __all__ = [

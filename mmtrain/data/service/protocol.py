@@ -11,7 +11,6 @@ most. There is no pickle in either direction.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mmtrain import __version__
 from mmtrain.data.index.data_index import DataIndex
 from mmtrain.data.loading.batch_builder import StepData, StepRequest
 from mmtrain.data.loading.step_format import WireError, format_fingerprint, from_json, to_json
@@ -20,6 +19,7 @@ from mmtrain.data.text.tokenizer_folder import tokenizer_sha256
 from mmtrain.errors import DataError
 from mmtrain.recipe.settings.base import select
 from mmtrain.recipe.settings.schema import Recipe
+from mmtrain.version import __version__
 
 PINGS_PER_TIMEOUT = 4  # so that a lost or late one does not matter
 MIN_TIMEOUT_S = 0.1  # as `data.producer_timeout_s` allows

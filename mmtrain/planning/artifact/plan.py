@@ -7,12 +7,12 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from mmtrain import __version__
 from mmtrain.balance.dispatch.phase_loads import OffNodeVolume, PhaseLoad
 from mmtrain.costs.hardware import Precision
 from mmtrain.models.shapes.model_shape import OffloadMode
 from mmtrain.program.ir.graph import LLM, ContextMethod, CutSequences, DispatchMode, Exchange
 from mmtrain.program.schedules.builder import ScheduleKind
+from mmtrain.version import __version__
 
 PLAN_VERSION = 2
 AS_FAST_RATIO = 1.01  # predicted step times that differ by less are called equal: no prediction is that exact

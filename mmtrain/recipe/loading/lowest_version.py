@@ -2,9 +2,9 @@
 
 from packaging.version import InvalidVersion, Version
 
-from mmtrain import __version__
 from mmtrain.errors import RecipeError
 from mmtrain.recipe.raw_tree import Node, node_at
+from mmtrain.version import __version__
 
 
 def require_new_enough(root: Node) -> None:
