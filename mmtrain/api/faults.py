@@ -1,7 +1,8 @@
 """Say what a run of a plan does when a rank becomes slow, loses a message, or dies."""
 
+import contextlib
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 from mmtrain.errors import UserError
 from mmtrain.planning.artifact.plan import Plan
@@ -13,6 +14,7 @@ from mmtrain.runtime.resilience.stragglers import MIN_LOST_STEP_SHARE, MIN_STRAG
 
 FaultKind = Literal["slow", "lost", "dead", "dead_node"]
 TORCH_TIMEOUT_S = 600  # of collectives, which ends a run without a watchdog
+FAULT_FORMS = "slow:RANK:FACTOR, lost:RANK, dead:RANK or dead_node:NODE"
 RESTARTS = "`--max-restarts`, torchrun's `--max-restarts` or SLURM's requeue"
 
 
@@ -32,6 +34,19 @@ class FaultOutcome:
     step_time_s: float | None  # of a step with the fault; None where the run ends
     unbroken_s: float  # of a step without it
     consequences: str  # in a sentence or two
+
+
+def parse_fault(text: str) -> Fault:
+    """Read a fault in one of `FAULT_FORMS`, such as `slow:3:1.5`. Raises UserError."""
+    kind, *numbers = text.split(":")
+    with contextlib.suppress(ValueError):
+        if kind == "slow":
+            rank, factor = numbers
+            return Fault("slow", int(rank), float(factor))
+        if kind in ("lost", "dead", "dead_node"):
+            [number] = numbers
+            return Fault(cast(FaultKind, kind), int(number))
+    raise UserError(f"--fault {text}: allowed: {FAULT_FORMS}, for example slow:3:1.5")
 
 
 def simulate_fault(recipe: Recipe, plan: Plan, timing: ModelTiming, unbroken_s: float, fault: Fault) -> FaultOutcome:

@@ -27,6 +27,30 @@ class SimulatedSteps:
     trace: "RunTrace | None"
     fault: "FaultOutcome | None" = None  # what a fault does in the first of the steps
 
+    @property
+    def step_time_s(self) -> float:
+        """Seconds of a step, mean over the simulated ones."""
+        return sum(timeline.step_time_s for timeline in self.timelines) / len(self.timelines)
+
+    def __str__(self) -> str:
+        """Return what `mmtrain simulate` prints."""
+        from mmtrain.report.comparison import comparison_rows, comparison_text, critical_path_rows
+        from mmtrain.report.plain_text import DEFAULT_WIDTH
+
+        rows, path = comparison_rows(self.timelines, self.trace), critical_path_rows(self.timelines)
+        text = comparison_text(rows, self.timelines[0].bubble_shares(), path, DEFAULT_WIDTH)
+        return text if self.fault is None else f"{text}\n{self.fault.consequences}"
+
+    def __repr__(self) -> str:
+        steps = ", ".join(map(str, self.steps))
+        return f"SimulatedSteps(steps {steps}: {self.step_time_s:.4g} s per step of {self.plan.placement})"
+
+    def _repr_html_(self) -> str:
+        from mmtrain.report.notebook_html import steps_html
+
+        consequences = None if self.fault is None else self.fault.consequences
+        return steps_html(self.plan, self.timelines, self.trace, consequences)
+
 
 def simulate_steps(
     recipe: "Recipe",
@@ -61,6 +85,53 @@ def simulate_steps(
 
     timing = plan_timing(recipe, plan, batches[0])
     return replace(simulated, fault=simulate_fault(recipe, plan, timing, timelines[0].step_time_s, fault))
+
+
+def simulate_source(
+    source: Path,
+    overrides: "Sequence[str]" = (),
+    plan: Path | None = None,
+    against: Path | None = None,
+    step: int = 1,
+    fault: "Fault | None" = None,
+) -> SimulatedSteps:
+    """Simulate the steps that the arguments name: of a recipe, of a plan and a run, or of a run.
+
+    Args:
+        source: a recipe, the folder of a run, or a plan file, which needs `against`.
+        overrides: settings of the recipe, as in `--set`.
+        plan: a plan file for a recipe; by default that of `against`, else one is made.
+        against: the folder of a run whose trace is compared.
+        step: to simulate, counted from 1; of a run, those that it recorded are simulated.
+        fault: what happens to a rank in the first of the steps.
+
+    Raises:
+        UserError: the arguments contradict each other, or name something that cannot be read.
+    """
+    from mmtrain.errors import UserError
+    from mmtrain.recipe import load_recipe
+    from mmtrain.runtime.run_folder import PLAN_FILE, RECIPE_FILE, TRACE_FILE
+
+    is_plan = source.suffix.lower() == ".json"
+    is_run = source.is_dir()
+    if is_plan and against is None:
+        raise UserError(
+            f"simulate {source}: a plan file names no data; give its recipe (RECIPE --plan {source}) or a run of it "
+            "(--against RUN)"
+        )
+    if plan is not None and (is_plan or is_run):
+        raise UserError(f"simulate {source}: --plan FILE goes with a recipe, not with a plan or a run")
+    if is_run and against is not None:
+        raise UserError(
+            f"simulate {source}: a run is compared with its own trace; --against goes with a recipe or a plan"
+        )
+    run = source if is_run else against
+    recipe_path = run / RECIPE_FILE if run is not None and (is_plan or is_run) else source
+    recipe = load_recipe(recipe_path, overrides).recipe
+    plan_path = source if is_plan else plan
+    if plan_path is None and run is not None:
+        plan_path = run / PLAN_FILE
+    return simulate_steps(recipe, plan_path, run / TRACE_FILE if run else None, (step,), fault)
 
 
 def index_and_plan(recipe: "Recipe", plan_path: Path | None) -> "tuple[DataIndex, Plan]":

@@ -1,18 +1,14 @@
 """`mmtrain simulate`."""
 
-import contextlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from mmtrain.cli.options import AsJson, Overrides
 
 if TYPE_CHECKING:
-    from mmtrain.api.faults import Fault, FaultKind
     from mmtrain.api.simulated_steps import SimulatedSteps
-
-FAULT_FORMS = "slow:RANK:FACTOR, lost:RANK, dead:RANK or dead_node:NODE"
 
 
 def simulate(
@@ -42,7 +38,8 @@ def simulate(
         str | None,
         typer.Option(
             metavar="FAULT",
-            help=f"Say what a run does when a rank becomes slow, loses a message, or ends, or its node: {FAULT_FORMS}.",
+            help="Say what a run does when a rank becomes slow, loses a message, or ends, or its node: "
+            "slow:RANK:FACTOR, lost:RANK, dead:RANK or dead_node:NODE.",
         ),
     ] = None,
     as_json: AsJson = False,
@@ -57,12 +54,14 @@ def simulate(
     import json
     from dataclasses import asdict
 
+    from mmtrain.api.faults import parse_fault
+    from mmtrain.api.simulated_steps import simulate_source
     from mmtrain.cli.options import text_width
     from mmtrain.errors import writing
     from mmtrain.report.comparison import comparison_rows, comparison_text, critical_path_rows, overlay_trace
 
-    parsed_fault = None if fault is None else _parse_fault(fault)
-    simulated = _simulate_source(source, overrides, plan, against, step, parsed_fault)
+    parsed_fault = None if fault is None else parse_fault(fault)
+    simulated = simulate_source(source, overrides, plan, against, step, parsed_fault)
     rows = comparison_rows(simulated.timelines, simulated.trace)
     path = critical_path_rows(simulated.timelines)
     bubbles = simulated.timelines[0].bubble_shares()
@@ -85,60 +84,6 @@ def simulate(
         typer.echo(comparison_text(rows, bubbles, path, text_width()))
         if simulated.fault is not None:
             typer.echo(f"\n{simulated.fault.consequences}")
-
-
-def _parse_fault(text: str) -> "Fault":
-    from mmtrain.api.faults import Fault
-    from mmtrain.errors import UserError
-
-    kind, *numbers = text.split(":")
-    with contextlib.suppress(ValueError):
-        if kind == "slow":
-            rank, factor = numbers
-            return Fault("slow", int(rank), float(factor))
-        if kind in ("lost", "dead", "dead_node"):
-            [number] = numbers
-            return Fault(cast("FaultKind", kind), int(number))
-    raise UserError(f"--fault {text}: allowed: {FAULT_FORMS}, for example slow:3:1.5")
-
-
-def _simulate_source(
-    source: Path,
-    overrides: list[str],
-    plan: Path | None,
-    against: Path | None,
-    step: int,
-    fault: "Fault | None",
-) -> "SimulatedSteps":
-    """Simulate the steps that the arguments name: of a recipe, of a plan and a run, or of a run.
-
-    Raises UserError for arguments that contradict each other.
-    """
-    from mmtrain.api.simulated_steps import simulate_steps
-    from mmtrain.errors import UserError
-    from mmtrain.recipe import load_recipe
-    from mmtrain.runtime.run_folder import PLAN_FILE, RECIPE_FILE, TRACE_FILE
-
-    is_plan = source.suffix.lower() == ".json"
-    is_run = source.is_dir()
-    if is_plan and against is None:
-        raise UserError(
-            f"simulate {source}: a plan file names no data; give its recipe (RECIPE --plan {source}) or a run of it "
-            "(--against RUN)"
-        )
-    if plan is not None and (is_plan or is_run):
-        raise UserError(f"simulate {source}: --plan FILE goes with a recipe, not with a plan or a run")
-    if is_run and against is not None:
-        raise UserError(
-            f"simulate {source}: a run is compared with its own trace; --against goes with a recipe or a plan"
-        )
-    run = source if is_run else against
-    recipe_path = run / RECIPE_FILE if run is not None and (is_plan or is_run) else source
-    recipe = load_recipe(recipe_path, overrides).recipe
-    plan_path = source if is_plan else plan
-    if plan_path is None and run is not None:
-        plan_path = run / PLAN_FILE
-    return simulate_steps(recipe, plan_path, run / TRACE_FILE if run else None, (step,), fault)
 
 
 def _critical_path_json(simulated: "SimulatedSteps") -> list[dict[str, Any]]:

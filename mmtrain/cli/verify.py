@@ -1,17 +1,11 @@
 """`mmtrain verify`."""
 
-import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from mmtrain.cli.options import AsJson, Overrides, RecipeFile
-
-if TYPE_CHECKING:
-    from mmtrain.runtime.verification.verify_plan import Verification
-
-MAX_DIFFERENCES_IN_MESSAGE = 5
 
 
 def verify(
@@ -39,48 +33,17 @@ def verify(
     import json
     from dataclasses import asdict
 
-    from mmtrain.api.simulated_steps import index_and_plan
-    from mmtrain.planning.artifact.plan_files import with_planned_groups
-    from mmtrain.recipe import load_recipe, require_runnable
+    from mmtrain.api.verified_plan import use_cpu, verify_recipe
+    from mmtrain.recipe import load_recipe
 
     if cpu:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks for devices
-    loaded = load_recipe(recipe, overrides).recipe
-    require_runnable(loaded, "verify")
-    index, chosen = index_and_plan(loaded, plan)
-    from mmtrain.runtime.verification.verify_plan import VerifyRequest, verify_plan
-
-    verified = verify_plan(VerifyRequest(with_planned_groups(loaded, chosen), chosen, index, steps, whole, ranks_here))
-    if verified.cut.note is not None:
-        typer.echo(verified.cut.note, err=as_json)
+        use_cpu()
+    verified = verify_recipe(load_recipe(recipe, overrides).recipe, plan, steps, whole, ranks_here)
+    if verified.note is not None:
+        typer.echo(verified.note, err=as_json)
     if as_json:
         typer.echo(json.dumps([asdict(step) for step in verified.steps]))
     else:
-        typer.echo("\n".join(_lines(verified)))
+        typer.echo("\n".join(verified.sentences()))
     if not verified.is_equal:
         raise typer.Exit(1)
-
-
-def _lines(verified: "Verification") -> "list[str]":
-    from mmtrain.runtime.verification.compare_gradients import MAX_ROUNDED_DISTANCE
-
-    lines = []
-    num_ranks = verified.cut.plan.world_size
-    for number, step in enumerate(verified.steps, 1):
-        losses = f"loss {step.loss:.6f} on {num_ranks} ranks, {step.expected_loss:.6f} in one process"
-        verdict = f"all {step.num_parameters} gradients are equal"
-        if step.differences:
-            verdict = f"{len(step.differences)} of {step.num_parameters} gradients differ"
-        lines.append(f"Step {number}: {losses}; {verdict}.")
-        lines += [f"  {difference}" for difference in step.differences[:MAX_DIFFERENCES_IN_MESSAGE]]
-    if any(step.is_rounded for step in verified.steps):
-        lines.append(
-            f"train.grad_reduce is bf16, so a gradient is equal within {MAX_ROUNDED_DISTANCE:.1%} of its norm."
-        )
-    if not verified.is_equal:
-        lines.append("The plan does NOT compute what one process computes. Errors spread from the first one named.")
-    elif verified.cut.note is None:
-        lines.append("The plan computes what one process computes.")
-    else:
-        lines.append("The plan, cut so, computes what one process computes.")
-    return lines

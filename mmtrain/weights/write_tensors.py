@@ -37,6 +37,14 @@ class ExportedFolder:
     dtypes: tuple[str, ...]  # torch's names
     notes: tuple[str, ...] = ()  # what its config and processors state otherwise than those of the source folder
 
+    def summary(self) -> str:
+        """Say what was written, as an introduction to the commands that use it."""
+        files = "1 file" if self.num_files == 1 else f"{self.num_files} files"
+        return (
+            f"{self.folder}: weights after step {self.step}, {files}, {self.num_bytes / 1e9:,.3g} GB "
+            f"({', '.join(self.dtypes)}). Use it with"
+        )
+
 
 @dataclass(frozen=True)
 class TensorTarget:

@@ -19,7 +19,8 @@ from mmtrain.planning.artifact.plan import Plan
 from mmtrain.planning.artifact.plan_graph import stage_graph
 from mmtrain.program import Recv, Send, build_program
 from mmtrain.recipe import load_recipe
-from mmtrain.runtime.verification.compare_gradients import Difference, compare_gradients, stage_of_parameter
+from mmtrain.report.verification import Difference
+from mmtrain.runtime.verification.compare_gradients import compare_gradients, stage_of_parameter
 from mmtrain.runtime.verification.fewer_replicas import RankLimit, cut_replicas
 from mmtrain.runtime.verification.verify_plan import _limit, draw_groups, shrink_model
 from tests.flow import cases

@@ -1,43 +1,18 @@
 """Compare the gradients that the ranks of a plan hold with those of one process."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from mmtrain.models.optim.parameter_specs import NamedShard, tp_shard
 from mmtrain.program import StageGraph
+from mmtrain.report.verification import Difference
 
 # Of the distance of a gradient, relative to its norm; and of the norm below which that of all gradients counts.
 MAX_RELATIVE_DISTANCE = 1e-4
-# The same where replicas send each other gradients in bf16, which rounds each contribution by up to 2^-9 of its size.
-# What contributions have in common may cancel, and then that is more of their sum.
-MAX_ROUNDED_DISTANCE = 2**-7
 MIN_NORM_SHARE = 1e-3
 _MAX_ANGLE = 1e-3  # of a gradient that is said to be a multiple of the right one: distance to it over its norm
-
-
-@dataclass(frozen=True)
-class Difference:
-    """A parameter whose gradient is not that of one process."""
-
-    parameter: str
-    ranks: tuple[int, ...]  # that hold wrong elements; empty if no rank holds any
-    factor: float | None  # on the right gradient, if the wrong one is a multiple of it
-    distance: float  # relative to the norm of the right gradient, or to a thousandth of that of all gradients
-    stage: str | None = None  # of the plan, that holds the parameter; None for one that no stage should hold
-
-    def __str__(self) -> str:
-        """Say what differs and where."""
-        parameter = self.parameter if self.stage is None else f"{self.parameter} of stage {self.stage}"
-        if not self.ranks:
-            return f"{parameter}: no rank has a gradient for some of its elements"
-        where = f"rank{'s' * (len(self.ranks) > 1)} {', '.join(map(str, self.ranks))}"
-        what = f"off by {self.distance:.1e} of its norm"
-        if self.factor is not None:
-            what = f"{self.factor:.4g} times that of one process"
-        return f"{parameter}: its gradient on {where} is {what}"
 
 
 def stage_of_parameter(graph: StageGraph, parameter: str) -> str | None:

@@ -24,17 +24,16 @@ from mmtrain.recipe import Recipe
 from mmtrain.recipe.settings.encoder_settings import EncoderSettings
 from mmtrain.recipe.settings.llm_settings import LlmSettings
 from mmtrain.recipe.settings.model_settings import ModelSettings
+from mmtrain.report.verification import MAX_ROUNDED_DISTANCE, Difference, Verification, VerifiedStep
 from mmtrain.runtime.execution.rank_context import build_rank_context
 from mmtrain.runtime.execution.unit_inputs import loss_scales
 from mmtrain.runtime.resilience.launch import launch_local
 from mmtrain.runtime.verification.compare_gradients import (
     MAX_RELATIVE_DISTANCE,
-    MAX_ROUNDED_DISTANCE,
-    Difference,
     compare_gradients,
     stage_of_parameter,
 )
-from mmtrain.runtime.verification.fewer_replicas import CutPlan, RankLimit, cut_replicas
+from mmtrain.runtime.verification.fewer_replicas import RankLimit, cut_replicas
 from mmtrain.runtime.verification.one_process import OneProcess
 from mmtrain.runtime.world import Address, join, leave
 
@@ -45,8 +44,6 @@ MIN_LLM_WIDTH = 32
 VOCAB = 150  # not a multiple of what the vocabulary is padded to
 MAX_CANDIDATES = 1 << 20  # samples among which short ones are looked for
 NUM_DISTINCT_SAMPLES = 24  # one process computes each of them once a step, however often they occur
-MAX_LOSS_ERROR = 1e-5  # relative
-MAX_ROUNDED_LOSS_ERROR = 1e-3  # after an update from gradients that replicas sent each other in bf16
 # Adam's steps are near the sign of a gradient, so that rounding errors of tiny ones would grow to whole steps. With a
 # large epsilon they are near the gradient itself.
 ADAM_EPS = 0.1
@@ -63,37 +60,6 @@ class VerifyRequest:
     num_steps: int = 2
     whole_model: bool = False  # at its own width, not shrunk
     max_processes: int = 64
-
-
-@dataclass(frozen=True)
-class VerifiedStep:
-    """One step under the plan and in one process."""
-
-    loss: float
-    expected_loss: float
-    differences: tuple[Difference, ...]
-    num_parameters: int  # that train
-    is_rounded: bool = False  # whether replicas send each other gradients in bf16
-
-    @property
-    def is_equal(self) -> bool:
-        """Whether loss and all gradients are those of one process, but for rounding."""
-        error = abs(self.loss - self.expected_loss)
-        max_error = MAX_ROUNDED_LOSS_ERROR if self.is_rounded else MAX_LOSS_ERROR
-        return not self.differences and error <= max_error * abs(self.expected_loss)
-
-
-@dataclass(frozen=True)
-class Verification:
-    """The steps that were compared, and the part of the plan that ran."""
-
-    steps: tuple[VerifiedStep, ...]
-    cut: CutPlan
-
-    @property
-    def is_equal(self) -> bool:
-        """Whether all steps are those of one process."""
-        return all(step.is_equal for step in self.steps)
 
 
 @dataclass(frozen=True)
@@ -146,7 +112,7 @@ def verify_plan(request: VerifyRequest) -> Verification:
         VerifiedStep(**step | {"differences": tuple(Difference(**difference) for difference in step["differences"])})
         for step in steps
     )
-    return Verification(tuple(verified), cut)
+    return Verification(tuple(verified), cut.plan.world_size, cut.note)
 
 
 def _limit(max_processes: int) -> RankLimit:

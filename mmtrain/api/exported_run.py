@@ -1,0 +1,80 @@
+"""Write a run's model as a folder that other programs open, for `mmtrain export` and `mmtrain.export`."""
+
+from collections.abc import Callable
+from pathlib import Path
+from shlex import quote
+from typing import TYPE_CHECKING, Literal
+
+from mmtrain.recipe import Recipe
+
+if TYPE_CHECKING:
+    from mmtrain.weights import ExportDtype, ExportedFolder
+
+ExportedPart = Literal["model", "adapter", "generator"]
+
+
+def export_run(
+    run: Path,
+    out: Path,
+    step: int | None = None,
+    dtype: "ExportDtype | None" = None,
+    part: ExportedPart = "model",
+    warn: Callable[[str], None] = print,
+) -> "tuple[ExportedFolder, list[str]]":
+    """Write a checkpoint of a run as a folder of transformers, peft or diffusers.
+
+    Return what was written, and lines that say what opens it.
+
+    Args:
+        run: folder of the run.
+        out: folder to write, which must not exist.
+        step: of the checkpoint; by default the newest good one.
+        dtype: of the stored weights; by default as in the folder that the run started from, else fp32.
+        part: the model without a generator, the adapters of `train.lora` alone, or the image generator alone.
+        warn: hears of checkpoints that are damaged.
+
+    Raises:
+        UserError: `run` is no run, `out` exists, or the model has no such part.
+        CheckpointError: no checkpoint is good, or none is of that step.
+    """
+    from mmtrain.checkpoint import open_newest_good, open_step
+    from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, load_run_recipe
+    from mmtrain.weights import export_adapter, export_folder, export_generator
+
+    recipe = load_run_recipe(run)
+    root = run / CHECKPOINTS_FOLDER
+    checkpoint = open_newest_good(root, warn) if step is None else open_step(root, step, warn)
+    if part == "generator":
+        return export_generator(recipe, checkpoint, out, dtype), _generator_commands(out, recipe)
+    if part == "adapter":
+        return export_adapter(recipe, checkpoint, out, dtype), _adapter_commands(out, recipe.model.hf)
+    written = export_folder(recipe, checkpoint, out, dtype)
+    commands = _model_commands(out, recipe)
+    if recipe.model.generator is not None:
+        commands.append("  the image generator is not in it: --generator writes it to a folder of its own")
+    return written, commands
+
+
+def _model_commands(folder: Path, recipe: "Recipe") -> list[str]:
+    """Return the commands that serve an exported model, and the one that scores a model that sees."""
+    from mmtrain.recipe.settings.modalities import VISION
+
+    path = quote(str(folder))
+    commands = [f"  vllm serve {path}", f"  python -m sglang.launch_server --model-path {path}"]
+    if any(encoder.modality == VISION.name for encoder in recipe.model.all_encoders.values()):
+        commands.append(f"  python -m lmms_eval --model vllm --model_args model={path} --tasks mmmu_val")
+    return commands
+
+
+def _adapter_commands(folder: Path, base: Path | None) -> list[str]:
+    """Return the command that serves the model in `base` with an exported adapter."""
+    return [f"  vllm serve {quote(str(base))} --enable-lora --lora-modules adapter={quote(str(folder))}"]
+
+
+def _generator_commands(folder: Path, recipe: "Recipe") -> list[str]:
+    """Return the line of Python that opens an exported generator."""
+    from mmtrain.families.generators import generator_config
+
+    assert recipe.model.generator is not None
+    model_class = generator_config(recipe.model.generator.model_dump())["_class_name"]
+    return [f"  diffusers.{model_class}.from_pretrained({str(folder)!r})"]
