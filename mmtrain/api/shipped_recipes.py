@@ -10,10 +10,10 @@ from pathlib import Path, PurePosixPath
 
 import yaml
 
-import mmtrain
 from mmtrain.errors import UserError, writing
 from mmtrain.recipe import editor_schema
 
+PACKAGE = Path(__file__).parents[1]
 RECIPES_FOLDER = "recipes"  # in the tree, and where `copy_recipe` writes unless told otherwise
 SCHEMA_FILE = "recipe.schema.json"
 JOB_FILE = "train.sbatch"
@@ -54,8 +54,7 @@ def shipped_recipes() -> list[ShippedRecipe]:
 
 def shipped_job_file() -> Path | None:
     """Return the job file for SLURM; None if this installation holds none."""
-    package = Path(mmtrain.__file__).parent
-    candidates = (package / "shipped" / JOB_FILE, package.parent / "scripts" / JOB_FILE)
+    candidates = (PACKAGE / "shipped" / JOB_FILE, PACKAGE.parent / "scripts" / JOB_FILE)
     return next((path for path in candidates if path.is_file()), None)
 
 
@@ -110,11 +109,10 @@ def copy_recipe(name: str, folder: Path, working_folder: Path) -> CopiedRecipe:
 
 def _recipes_folder() -> Path:
     """Return `shipped/recipes` of an installed wheel, or `recipes` of the tree that the package runs from."""
-    package = Path(mmtrain.__file__).parent
-    for folder in (package / "shipped" / RECIPES_FOLDER, package.parent / RECIPES_FOLDER):
+    for folder in (PACKAGE / "shipped" / RECIPES_FOLDER, PACKAGE.parent / RECIPES_FOLDER):
         if (folder / f"demo{_SUFFIX}").is_file():
             return folder
-    raise UserError(f"{package}: this installation of mmtrain holds no recipes; install it from a wheel with pip")
+    raise UserError(f"{PACKAGE}: this installation of mmtrain holds no recipes; install it from a wheel with pip")
 
 
 def _summary(text: str) -> str:

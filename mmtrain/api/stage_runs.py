@@ -5,6 +5,7 @@ from pathlib import Path
 
 from mmtrain.errors import UserError
 from mmtrain.recipe import LoadedRecipe, WrittenRecipe
+from mmtrain.runtime.run_folder import RECIPE_FILE
 
 
 @dataclass(frozen=True)
@@ -43,3 +44,15 @@ def require_one_stage(recipe: WrittenRecipe, option: str | None) -> None:
 
 def _folder(loaded: LoadedRecipe, run_dir: Path | None) -> Path:
     return run_dir or loaded.recipe.run_dir or Path("runs") / loaded.recipe.name
+
+
+def stage_folders(folder: Path) -> list[Path]:
+    """Return the folders of the stages that were trained into `folder`, in order; empty for one of a single run."""
+    if (folder / RECIPE_FILE).is_file():
+        return []
+    numbered = {}
+    for path in folder.glob("*-*"):
+        number = path.name.partition("-")[0]
+        if number.isdecimal() and (path / RECIPE_FILE).is_file():
+            numbered[int(number)] = path
+    return [numbered[number] for number in sorted(numbered)]

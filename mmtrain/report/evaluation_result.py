@@ -10,6 +10,7 @@ import io
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from html import escape
 
 from rich.console import Console
 from rich.table import Table
@@ -98,6 +99,11 @@ class TemplateScore:
         """Return a count as a share of the questions; None if the count is None or there are no questions."""
         return None if count is None or not self.questions else count / self.questions
 
+    def cells(self) -> list[str]:
+        """Return the row of a table: template, questions, and the shares of exact answers."""
+        shares = [_percent(self.share(count)) for count in (self.exact, self.baseline, self.blanked)]
+        return [self.template, str(self.questions), *shares]
+
 
 @dataclass(frozen=True)
 class AnsweredQuestion:
@@ -161,6 +167,20 @@ class EvaluationResult:
             print_evaluation(self, console)
         return capture.get()
 
+    def _repr_html_(self) -> str:
+        from mmtrain.report.html import table_html  # the page is long to import, and few show results so
+        from mmtrain.report.notebook_html import notebook_view
+
+        scores = [*(self.templates if len(self.templates) > 1 else ()), self.total]
+        head = ("questions", "asked", "model", "most frequent answer", "blanked media")
+        parts = [table_html(head, [score.cells() for score in scores])]
+        if self.drawings is not None:
+            parts = [f"<pre>{escape(self.to_text())}</pre>"]
+        elif self.examples:
+            rows = [(example.question, example.expected, example.answered) for example in self.examples]
+            parts.append(table_html(("question", "expected", "answered"), rows, wrap_last=True))
+        return notebook_view(f"Held-out questions after step {self.step}: share of exact answers", *parts)
+
 
 def print_evaluation(result: EvaluationResult, console: Console) -> None:
     """Print what was drawn, then the table of scores, two sentences on what they mean, and the examples."""
@@ -190,17 +210,12 @@ def _table(result: EvaluationResult) -> Table:
         table.add_column(column, justify="right")
     if len(result.templates) > 1:  # a single one is the total
         for score in sorted(result.templates, key=lambda score: score.template):
-            table.add_row(*_cells(score))
+            table.add_row(*score.cells())
         table.add_section()
     if 0 < result.with_media.questions < result.total.questions:
-        table.add_row(*_cells(result.with_media), style="bold")
-    table.add_row(*_cells(result.total), style="bold")
+        table.add_row(*result.with_media.cells(), style="bold")
+    table.add_row(*result.total.cells(), style="bold")
     return table
-
-
-def _cells(score: TemplateScore) -> list[str]:
-    shares = [_percent(score.share(count)) for count in (score.exact, score.baseline, score.blanked)]
-    return [score.template, str(score.questions), *shares]
 
 
 def _sentences(result: EvaluationResult) -> list[str]:

@@ -40,28 +40,30 @@ def html_page(contents: ReportContents) -> str:
         f"costs {escape(plan.predicted.cost_source)}; plan {plan.sha256[:12]}"
     )
     sections = {
-        "Plan": _plan(plan),
-        "Timeline of one step": _timelines(contents),
+        "Plan": plan_html(plan),
+        "Timeline of one step": timelines_html(contents),
         "Critical path": _critical_path(contents),
         "Idle time": _idle_time(contents),
         "Peak memory of each rank": _memory(contents),
-        "Time per step, predicted and measured" if contents.trace else "Predicted time per step": _comparison(contents),
+        "Time per step, predicted and measured" if contents.trace else "Predicted time per step": comparison_html(
+            contents
+        ),
         STAGE_SPREAD_TITLE: _stage_spreads(contents),
         PHASE_TITLE: _phases(contents),
         "Load balance by grouping method": _balance(contents.grouping_scores, contents.grouping_method),
-        "Training": _training(contents.metrics),
-        "Alternatives": _alternatives(plan),
+        "Training": training_html(contents.metrics),
+        "Alternatives": alternatives_html(plan),
     }
     body = "".join(f"<section><h2>{title}</h2>{html}</section>" for title, html in sections.items() if html)
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         f"<title>{name}</title><style>{STYLE}</style></head>"
-        f"<body><main><h1>{name}</h1><p>{summary}</p>{_key_figures(contents)}{_costs(contents)}{body}</main></body></html>\n"
+        f"<body><main><h1>{name}</h1><p>{summary}</p>{key_figures_html(contents)}{_costs(contents)}{body}</main></body></html>\n"
     )
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]], wrap_last: bool = False) -> str:
+def table_html(head: Sequence[str], rows: Sequence[Sequence[str]], wrap_last: bool = False) -> str:
     """Write a table of text; `wrap_last` lets the last column wrap."""
     head_cells = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in head)
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
@@ -105,7 +107,8 @@ def _percent(share: float) -> str:
     return f"{100 * min(share, 1):.2f}%"
 
 
-def _key_figures(contents: ReportContents) -> str:
+def key_figures_html(contents: ReportContents) -> str:
+    """Write a card for each key figure, predicted and measured."""
     cards = []
     for figure in key_figures(contents):
         is_measured = figure.measured is not None
@@ -127,17 +130,19 @@ def _costs(contents: ReportContents) -> str:
     return "".join(f"<p>Cost, {what}: {escape(cost.to_text())}.</p>" for what, cost in run_costs(contents).items())
 
 
-def _plan(plan: Plan) -> str:
+def plan_html(plan: Plan) -> str:
+    """Draw which ranks hold which layers, with a table below the picture."""
     rows = []
     for name, unit in plan.units.items():
         for stage in unit.stages:
             ranks = ranges_text(tuple(sorted(stage_ranks(unit, stage.stage))))
             rows.append((f"{name}.{stage.stage}", layers_text(stage), recompute_text(stage), ranks))
-    table = _table(("stage", "layers", "recomputed", "ranks"), rows)
+    table = table_html(("stage", "layers", "recomputed", "ranks"), rows)
     return svg(plan_drawing(plan)) + f"<details><summary>As a table</summary>{table}</details>"
 
 
-def _timelines(contents: ReportContents) -> str:
+def timelines_html(contents: ReportContents) -> str:
+    """Draw the first simulated step, and the same step as it was measured; empty without simulated steps."""
     steps, ranks = drawn_steps(contents)
     if not steps:
         return ""
@@ -213,7 +218,7 @@ def _memory(contents: ReportContents) -> str:
     html += f"<p>The red line is the limit, {limit_gib:.4g} GiB.</p>"
     if kinds:
         details = [(row.what, *(f"{row.kinds.get(kind, 0.0):.4g}" for kind in kinds)) for row in rows if row.kinds]
-        html += f"<details><summary>By kind, in GiB</summary>{_table(('ranks', *kinds), details)}</details>"
+        html += f"<details><summary>By kind, in GiB</summary>{table_html(('ranks', *kinds), details)}</details>"
     return html
 
 
@@ -226,10 +231,11 @@ def _phases(contents: ReportContents) -> str:
         "fullest rank; tokens of the fullest ranks are summed over mini-batches. Before balancing, samples are where "
         "the stream has them, and images and clips with their samples."
     )
-    return _table(PHASE_HEAD, rows) + f"<p>{note}</p>"
+    return table_html(PHASE_HEAD, rows) + f"<p>{note}</p>"
 
 
-def _comparison(contents: ReportContents) -> str:
+def comparison_html(contents: ReportContents) -> str:
+    """Write the seconds of every stage, predicted and measured; empty where nothing was simulated."""
     if not contents.comparison:
         return ""
     is_measured = contents.trace is not None
@@ -238,10 +244,10 @@ def _comparison(contents: ReportContents) -> str:
     note = f"<p>{means}The time of a stage is the sum over its microbatches, replicas and ranks.</p>"
     rows = [comparison_cells(row, is_measured) for row in contents.comparison]
     if len(rows) <= MAX_UNFOLDED_ROWS:
-        return _table(head, rows) + note
+        return table_html(head, rows) + note
     summary = f"All {len(rows) - 1} stages and directions"
-    details = f"<details><summary>{summary}</summary>{_table(head, rows)}</details>"
-    return _table(head, rows[-1:]) + details + note  # the last row is the step
+    details = f"<details><summary>{summary}</summary>{table_html(head, rows)}</details>"
+    return table_html(head, rows[-1:]) + details + note  # the last row is the step
 
 
 def _stage_spreads(contents: ReportContents) -> str:
@@ -250,7 +256,7 @@ def _stage_spreads(contents: ReportContents) -> str:
         return ""
     spread = recorded_spread(contents.trace, contents.simulated, contents.plan)
     recorded = f" Recorded {time_spread_text(spread.ranks, spread.layers)}." if spread is not None else ""
-    return f"{_table(STAGE_SPREAD_HEAD, rows)}<p>{escape(STAGE_SPREAD_NOTE + recorded)}</p>"
+    return f"{table_html(STAGE_SPREAD_HEAD, rows)}<p>{escape(STAGE_SPREAD_NOTE + recorded)}</p>"
 
 
 def _balance(scores: Sequence[GroupingScore], chosen: str) -> str:
@@ -267,14 +273,15 @@ def _balance(scores: Sequence[GroupingScore], chosen: str) -> str:
     return _bar_table(head, lines) + f"<p>{escape(note)}{bar_note}</p>"
 
 
-def _training(metrics: Sequence[Mapping[str, Any]] | None) -> str:
+def training_html(metrics: Sequence[Mapping[str, Any]] | None) -> str:
+    """Draw the curves of a run, and what each source gave it; empty for a plan that was not run."""
     if metrics is None:
         return ""
     if not metrics:
         return "<p>No step was logged.</p>"
     changes = "".join(f"<p>{escape(sentence)}.</p>" for sentence in rank_changes(metrics))
     rows = [source.cells() for source in sum_sources(metrics)]
-    sources = _table(SOURCE_HEAD, rows) if rows else ""
+    sources = table_html(SOURCE_HEAD, rows) if rows else ""
     return f'<div class="curves">{"".join(_curves(metrics))}</div>{changes}{sources}'
 
 
@@ -295,7 +302,8 @@ def _curves(metrics: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         yield f"<div><h3>{title}, {unit}: last {last_text}</h3>{picture}</div>"
 
 
-def _alternatives(plan: Plan) -> str:
+def alternatives_html(plan: Plan) -> str:
+    """Write why each alternative was not chosen; empty without any."""
     if not plan.alternatives:
         return ""
     rows = [
@@ -307,23 +315,17 @@ def _alternatives(plan: Plan) -> str:
         )
         for other in plan.alternatives
     ]
-    return _table(("plan", "step", "memory", "why not chosen"), rows, wrap_last=True)
+    return table_html(("plan", "step", "memory", "why not chosen"), rows, wrap_last=True)
 
 
 def _css_variables(colors: Mapping[Color, str]) -> str:
     return "".join(f"--{name}:{value};" for name, value in colors.items())
 
 
-STYLE = f"""
-:root{{color-scheme:light dark;{_css_variables(LIGHT_COLORS)}}}
-@media screen and (prefers-color-scheme:dark){{:root{{{_css_variables(DARK_COLORS)}}}}}
-*{{box-sizing:border-box}}
-body{{font:15px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--ground);margin:0;
-print-color-adjust:exact;-webkit-print-color-adjust:exact}}
-main{{max-width:1032px;margin:0 auto;padding:16px}}
-h1{{font-size:24px;margin:8px 0;overflow-wrap:anywhere}}h2{{font-size:18px;margin:36px 0 8px}}
+# Of the parts of a page, which notebooks show as well (`notebook_html`).
+PART_STYLE: str = f"""
 h3{{font-size:14px;margin:18px 0 6px;font-weight:600}}p{{color:var(--soft);margin:6px 0;overflow-wrap:anywhere}}
-section{{break-inside:avoid-page}}summary{{color:var(--soft);cursor:pointer;margin:8px 0}}
+summary{{color:var(--soft);cursor:pointer;margin:8px 0}}
 .draw,.scroll{{overflow-x:auto;max-width:100%}}.draw:focus-visible{{outline:2px solid var(--u0)}}
 svg{{display:block;width:100%;min-width:720px;font:12px system-ui,sans-serif}}svg[style]{{min-width:0;max-width:none}}
 {_COLOR_CLASSES}
@@ -345,7 +347,17 @@ th{{color:var(--soft);font-weight:500}}.wordy td{{vertical-align:top}}
 .bar i.predicted,.key.predicted{{opacity:.4}}.key{{color:var(--u0)}}
 .bar .parts{{display:flex}}.bar u{{display:block;height:12px;background:currentColor}}
 .bar s{{position:absolute;top:-2px;bottom:-2px;border-right:2px solid var(--limit)}}
-@media(max-width:600px){{main{{padding:12px}}td,th{{padding-right:9px;font-size:13px}}
+"""
+STYLE = f"""
+:root{{color-scheme:light dark;{_css_variables(LIGHT_COLORS)}}}
+@media screen and (prefers-color-scheme:dark){{:root{{{_css_variables(DARK_COLORS)}}}}}
+*{{box-sizing:border-box}}
+body{{font:15px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--ground);margin:0;
+print-color-adjust:exact;-webkit-print-color-adjust:exact}}
+main{{max-width:1032px;margin:0 auto;padding:16px}}
+h1{{font-size:24px;margin:8px 0;overflow-wrap:anywhere}}h2{{font-size:18px;margin:36px 0 8px}}
+section{{break-inside:avoid-page}}
+{PART_STYLE}@media(max-width:600px){{main{{padding:12px}}td,th{{padding-right:9px;font-size:13px}}
 .figures{{grid-template-columns:1fr 1fr}}.bars .bar{{width:40%;min-width:90px}}
 .wordy,.wordy thead,.wordy tbody{{display:block}}.wordy td,.wordy th{{border:0}}
 .wordy tr{{display:grid;grid-template-columns:1fr auto auto;border-bottom:1px solid var(--line)}}
