@@ -11,7 +11,7 @@ VENV_B := .venv-b
 CONSTRAINTS := constraints.txt
 BESIDE      :=
 
-.PHONY: install demo test test-slow test-long test-all test-b quick-b check format schema surface clean
+.PHONY: install demo test test-slow test-long test-all test-b quick-b check format schema notebooks surface clean
 
 NOT_SUPPORTED := mmtrain needs Python 3.11, 3.12 or 3.13, and this is %d.%d: make PYTHON=python3.13 ...
 
@@ -78,6 +78,9 @@ format: $(VENV)/.installed
 
 schema: $(VENV)/.installed    ## after a change of the recipe's settings
 	$(BIN)/mmtrain schema > docs/recipe.schema.json
+
+notebooks: $(VENV)/.installed ## after a change of what the notebooks of the documentation show
+	$(BIN)/python -m scripts.run_notebooks
 
 surface: $(VENV)/.installed   ## after a meant change of what a room exports
 	$(BIN)/python -m tests.test_public_surface

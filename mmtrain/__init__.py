@@ -11,6 +11,7 @@ from mmtrain.version import __version__
 if TYPE_CHECKING:
     from mmtrain.api.opened_run import Run
     from mmtrain.api.python_api import (
+        copy_recipe,
         evaluate,
         export,
         load_plan,
@@ -29,6 +30,7 @@ __all__ = [
     "Recipe",
     "Run",
     "__version__",
+    "copy_recipe",
     "evaluate",
     "export",
     "load_plan",

@@ -17,6 +17,7 @@ PAGES = [
     "docs/glossary.md",
     "docs/gpu.md",
     "docs/planning.md",
+    "docs/python.md",
     "docs/tutorial.md",
     "docs/architecture.md",
     "docs/benchmarks.md",

@@ -4,6 +4,7 @@ When a change of the surface is meant, `python -m tests.test_public_surface` rew
 """
 
 import importlib
+import inspect
 import json
 import pkgutil
 import subprocess
@@ -23,7 +24,22 @@ WITHOUT_TORCH = [
 
 
 def surface() -> dict[str, list[str]]:
-    return {room: list(importlib.import_module(f"mmtrain.{room}").__all__) for room in ROOMS}
+    """Return what each room exports, and under `mmtrain` what its users call, with all arguments."""
+    rooms = {room: list(importlib.import_module(f"mmtrain.{room}").__all__) for room in ROOMS}
+    return {"mmtrain": [described(name) for name in mmtrain.__all__], **rooms}
+
+
+def described(name: str) -> str:
+    """Return a name of `import mmtrain`; of a function with its arguments, of a class with what it shows."""
+    value = getattr(mmtrain, name)
+    if inspect.isfunction(value):
+        signature = inspect.signature(value)
+        arguments = [argument.replace(annotation=argument.empty) for argument in signature.parameters.values()]
+        return f"{name}{signature.replace(parameters=arguments, return_annotation=signature.empty)}"
+    if inspect.isclass(value) and name != "Recipe":  # docs/recipe.schema.json has the settings
+        members = {*vars(value), *getattr(value, "__dataclass_fields__", ())}
+        return f"{name}: {', '.join(sorted(member for member in members if not member.startswith('_')))}"
+    return name
 
 
 def test_the_surface_is_the_committed_one() -> None:

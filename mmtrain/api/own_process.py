@@ -111,7 +111,7 @@ def _watch(process: "subprocess.Popen[bytes]", output: TextIO) -> bool:
 
 def _copy_lines(source: IO[bytes], target: TextIO) -> None:
     """Copy lines until the last process that holds the pipe has ended; a closed target does not stop the copying."""
-    with contextlib.suppress(ValueError):  # closed at the end
+    with source:
         for line in source:
             with contextlib.suppress(OSError, ValueError):
                 target.write(line.decode("utf-8", errors="replace"))

@@ -16,6 +16,7 @@ from mmtrain.api.opened_run import Run, open_run
 from mmtrain.api.own_process import run_in_own_process
 from mmtrain.api.plans import make_plan
 from mmtrain.api.recipe_index import index_recipe
+from mmtrain.api.shipped_recipes import copy_recipe as copy_shipped_recipe
 from mmtrain.api.shown_plan import ShownPlan, load_plan
 from mmtrain.api.train_requests import TrainOptions, runs_to_train
 from mmtrain.planning import Plan
@@ -38,6 +39,7 @@ __all__ = [
     "PlanSource",
     "RecipeSource",
     "ResumePoint",
+    "copy_recipe",
     "evaluate",
     "export",
     "load_plan",
@@ -61,6 +63,21 @@ def load_recipe(path: str | Path, *, set: Sequence[str] = ()) -> Recipe:
         RecipeError: with all problems at once: dotted path, what was found, what is allowed, file and line.
     """
     return read_and_check(Path(path), set).recipe
+
+
+def copy_recipe(name: str, out: str | Path = "recipes") -> Path:
+    """Copy a recipe that comes with mmtrain, and what it needs, to start from; return its path.
+
+    Data paths start at the current folder.
+
+    Args:
+        name: as `mmtrain recipes` lists it, such as `demo` or `whatif/internvl_26b`.
+        out: folder to write to; it is made.
+
+    Raises:
+        UserError: there is no such recipe, or a file of other content is in the way.
+    """
+    return copy_shipped_recipe(name, Path(out), Path.cwd()).recipe
 
 
 def plan(

@@ -167,6 +167,16 @@ class EvaluationResult:
             print_evaluation(self, console)
         return capture.get()
 
+    def __str__(self) -> str:
+        return self.to_text()
+
+    def __repr__(self) -> str:
+        total = self.total
+        return (
+            f"EvaluationResult(step {self.step}: {total.exact} of {total.questions} answers are right, {total.baseline} "
+            "of the baseline)"
+        )
+
     def _repr_html_(self) -> str:
         from mmtrain.report.html import table_html  # the page is long to import, and few show results so
         from mmtrain.report.notebook_html import notebook_view

@@ -27,7 +27,7 @@ def commands() -> list[str]:
     for page in PAGES:
         for line in page.read_text(encoding="utf-8").splitlines():
             shown = re.match(r"(?:#? {4,}(?:\$ )?|.*-m )\b(?:\S+ )*?(mmtrain .+?)(?:\s+#.*)?$", line)
-            if shown:
+            if shown and "import mmtrain" not in line:
                 lines.append(shown[1])
     return sorted(set(lines))
 
