@@ -54,7 +54,7 @@ def without_machine(notebook: nbformat.NotebookNode, folder: Path) -> nbformat.N
 
 
 def relative_paths(text: str, folder: Path) -> str:
-    """Write paths below the folder that a notebook ran in as they are there; drop colors, and lines that were redrawn."""
+    """Write paths as they are in the folder that a notebook ran in; drop colors, and lines that were redrawn."""
     for start in {str(folder), str(folder.resolve())}:
         text = text.replace(f"{start}/", "")
     return re.sub(r"(?m)^.*\r|\x1b\[[0-9;]*m", "", text)

@@ -11,6 +11,7 @@ from mmtrain.cli import (
     doctor,
     evaluate,
     export,
+    init,
     inspect,
     plan,
     profile,
@@ -29,10 +30,10 @@ from mmtrain.version import __version__
 app = typer.Typer(
     help="Plan and train multimodal LLMs.",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,  # loading rich for the help page would take longer than everything else on it
     pretty_exceptions_enable=False,  # a traceback means a bug of ours; print it as Python does
 )
+app.command()(init.init)
 app.command()(plan.plan)
 app.command()(needing_packages("train")(train.train))
 app.command()(needing_packages("profile")(profile.profile))

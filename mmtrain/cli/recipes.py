@@ -39,9 +39,18 @@ def list_recipes(context: typer.Context, as_json: AsJson = False) -> None:
         typer.echo(f"Job file for SLURM: {job_file}")
 
 
+def _names(incomplete: str) -> list[str]:
+    """Return the names that a shell completes."""
+    from mmtrain.api.shipped_recipes import shipped_recipes
+
+    return [recipe.name for recipe in shipped_recipes() if recipe.name.startswith(incomplete)]
+
+
 @app.command()
 def copy(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="A name that `mmtrain recipes` lists.")],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="A name that `mmtrain recipes` lists.", autocompletion=_names)
+    ],
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to write to; it is made.")] = Path("recipes"),
     as_json: AsJson = False,
 ) -> None:

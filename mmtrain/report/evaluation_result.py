@@ -173,8 +173,8 @@ class EvaluationResult:
     def __repr__(self) -> str:
         total = self.total
         return (
-            f"EvaluationResult(step {self.step}: {total.exact} of {total.questions} answers are right, {total.baseline} "
-            "of the baseline)"
+            f"EvaluationResult(step {self.step}: {total.exact} of {total.questions} answers are right, "
+            f"{total.baseline} of the baseline)"
         )
 
     def _repr_html_(self) -> str:

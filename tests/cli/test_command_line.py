@@ -18,6 +18,7 @@ from mmtrain.errors import DataError, MmtrainError, RecipeError, RunError, Stopp
 from tests.cli.conftest import DEMO, RunMmtrain
 
 COMMANDS = [
+    "init",
     "plan",
     "train",
     "profile",
@@ -60,7 +61,7 @@ except SystemExit:
     packages = {{".".join(name.split(".")[:2]) for name in sys.modules if name.startswith("mmtrain.")}}
     print(sorted(packages), [name for name in {heavy!r} if name in sys.modules])
 """
-    light = ["mmtrain.cli", "mmtrain.errors", "mmtrain.machine_limits", "mmtrain.system_errors"]
+    light = ["mmtrain.cli", "mmtrain.errors", "mmtrain.machine_limits", "mmtrain.system_errors", "mmtrain.version"]
     assert python(code).splitlines()[-1] == f"{light} []"
 
 
@@ -78,6 +79,17 @@ def test_the_list_of_commands_shows_whole_sentences(run_mmtrain: RunMmtrain) -> 
     out = run_mmtrain("--help").stdout
     assert all(f"  {command} " in out for command in COMMANDS if " " not in command)
     assert "..." not in out.partition("Commands:")[2]
+
+
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [("mmtrain si", {"simulate"}), ("mmtrain recipes copy whatif/internvl", {"whatif/internvl_26b"})],
+)
+def test_a_shell_completes_commands_and_names(words: str, completed: set[str]) -> None:
+    """As bash asks after `mmtrain --install-completion`."""
+    env = {"_MMTRAIN_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1)}
+    done = subprocess.run([sys.executable, "-m", "mmtrain"], capture_output=True, text=True, env={**os.environ, **env})
+    assert set(done.stdout.split()) == completed, done.stderr
 
 
 def test_version(run_mmtrain: RunMmtrain) -> None:
