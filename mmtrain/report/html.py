@@ -31,8 +31,24 @@ MAX_UNFOLDED_ROWS = 16  # a longer table of stages is folded
 _COLOR_CLASSES = "".join(f".{color}{{fill:var(--{color});color:var(--{color})}}" for color in LIGHT_COLORS)
 
 
-def html_page(contents: ReportContents) -> str:
-    """Write the page."""
+def html_page(*contents: ReportContents) -> str:
+    """Write the page about a plan or a run; of several, the stages of a run, one below the other."""
+    name = contents[0].name if len(contents) == 1 else ", ".join(of_stage.name for of_stage in contents)
+    return page_html(name, "".join(map(_report_html, contents)), has_title=False)
+
+
+def page_html(name: str, body: str, *, has_title: bool = True) -> str:
+    """Write a page around its body, with the name as title unless the body brings its own."""
+    title = f"<h1>{escape(name)}</h1>" if has_title else ""
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f"<title>{escape(name)}</title><style>{STYLE}</style></head>"
+        f"<body><main>{title}{body}</main></body></html>\n"
+    )
+
+
+def _report_html(contents: ReportContents) -> str:
     plan = contents.plan
     name = escape(contents.name)
     summary = (
@@ -55,12 +71,7 @@ def html_page(contents: ReportContents) -> str:
         "Alternatives": alternatives_html(plan),
     }
     body = "".join(f"<section><h2>{title}</h2>{html}</section>" for title, html in sections.items() if html)
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{name}</title><style>{STYLE}</style></head>"
-        f"<body><main><h1>{name}</h1><p>{summary}</p>{key_figures_html(contents)}{_costs(contents)}{body}</main></body></html>\n"
-    )
+    return f"<h1>{name}</h1><p>{summary}</p>{key_figures_html(contents)}{_costs(contents)}{body}"
 
 
 def table_html(head: Sequence[str], rows: Sequence[Sequence[str]], wrap_last: bool = False) -> str:
