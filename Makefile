@@ -7,11 +7,12 @@ PYTHON_B ?= $(firstword $(shell for python in python3.12 \
     $(wildcard $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions/3.12*/bin/python3.12); do \
     $$python -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null && command -v $$python; done))
 VENV_B := .venv-b
+SITE   := site
 # What is pinned, and what is installed beside mmtrain; those of the second environment come from `make test-b`.
 CONSTRAINTS := constraints.txt
 BESIDE      :=
 
-.PHONY: install demo test test-slow test-long test-all test-b quick-b check format schema notebooks surface clean
+.PHONY: install demo test test-slow test-long test-all test-b quick-b check format schema docs notebooks surface clean
 
 NOT_SUPPORTED := mmtrain needs Python 3.11, 3.12 or 3.13, and this is %d.%d: make PYTHON=python3.13 ...
 
@@ -79,6 +80,10 @@ format: $(VENV)/.installed
 schema: $(VENV)/.installed    ## after a change of the recipe's settings
 	$(BIN)/mmtrain schema > docs/recipe.schema.json
 
+docs: export NO_MKDOCS_2_WARNING := 1
+docs: $(VENV)/.installed      ## the site of the documentation, in site/; a broken link is an error
+	$(BIN)/mkdocs build --strict --site-dir $(SITE)
+
 notebooks: $(VENV)/.installed ## after a change of what the notebooks of the documentation show
 	$(BIN)/python -m scripts.run_notebooks
 
@@ -86,4 +91,4 @@ surface: $(VENV)/.installed   ## after a meant change of what a room exports
 	$(BIN)/python -m tests.test_public_surface
 
 clean:
-	rm -rf $(VENV) $(VENV_B) runs demo-data build *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) $(VENV_B) $(SITE) runs demo-data build *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -11,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
+    "AGENTS.md",
     "README.md",
     "CONTRIBUTING.md",
     "docs/data.md",

@@ -88,6 +88,9 @@ def _loss_text(first: Mapping[str, Any], last: Mapping[str, Any]) -> str:
 def open_run(folder: str | Path) -> Run:
     """Open the folder of a run, or of a recipe's stages.
 
+    Args:
+        folder: that `mmtrain train` wrote to.
+
     Raises:
         UserError: the folder is none of a run.
     """

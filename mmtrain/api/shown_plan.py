@@ -89,7 +89,10 @@ class ShownPlan(Plan):
 
 
 def load_plan(path: str | Path) -> ShownPlan:
-    """Read a plan file, as `mmtrain plan --out` and `Plan.save` write it.
+    """Read a plan file.
+
+    Args:
+        path: a file that `mmtrain plan --out` or `Plan.save` wrote.
 
     Raises:
         PlanError: the file is missing, damaged, or of another format; then the message has the version that wrote it.
