@@ -49,16 +49,17 @@ _CLASSES = {  # module and name in it
     "Run": ("mmtrain.api.opened_run", "Run"),
 }
 
+if not TYPE_CHECKING:  # a checker would take every name for one of the package
 
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import importlib
+    def __getattr__(name: str) -> Any:
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        import importlib
 
-    module, attribute = _CLASSES.get(name, (_FUNCTIONS, name))
-    value = getattr(importlib.import_module(module), attribute)
-    globals()[name] = value
-    return value
+        module, attribute = _CLASSES.get(name, (_FUNCTIONS, name))
+        value = getattr(importlib.import_module(module), attribute)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

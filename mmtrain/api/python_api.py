@@ -109,7 +109,7 @@ def plan(
 
 
 def simulate(
-    source: RecipeSource,
+    source: RecipeSource | Run,
     *,
     set: Sequence[str] = (),
     plan: PlanSource | None = None,
@@ -120,7 +120,7 @@ def simulate(
     """Predict a step on the batches that training will see, as `mmtrain simulate` does.
 
     Args:
-        source: a recipe, or the folder of a run, whose recorded steps are simulated.
+        source: a recipe, or a run or its folder, whose recorded steps are simulated.
         set: settings of the recipe that take precedence.
         plan: for a recipe; by default one is made.
         step: to simulate, counted from 1.
@@ -135,6 +135,8 @@ def simulate(
 
     parsed_fault = None if fault is None else parse_fault(fault)
     run = None if against is None else _folder(against)
+    if isinstance(source, Run):
+        source = _folder(source)
     with _recipe_file(source) as path, _plan_file(plan) as plan_path:
         return simulate_source(path, set, plan_path, run, step, parsed_fault)
 

@@ -112,6 +112,7 @@ def test_plan_is_the_plan_of_the_command(settings: list[str], plan: mm.Plan, tmp
 def test_a_loaded_recipe_plans_as_its_file_does(settings: list[str], plan: mm.Plan) -> None:
     recipe = mm.load_recipe(RECIPE, set=settings)
     assert recipe.train.steps == 6
+    assert "\n  steps: 6\n" in recipe._repr_html_()
     assert mm.plan(recipe) == plan
     assert mm.plan(recipe, set=["data.seq_len=256"]) == mm.plan(RECIPE, set=[*settings, "data.seq_len=256"])
     assert mm.plan(recipe, alternatives=1).alternatives == plan.alternatives[:1]
@@ -194,6 +195,28 @@ def test_what_cannot_train_is_refused_before_a_process_starts(settings: list[str
         mm.train(ROOT / "recipes/whatif/optimus_14b.yaml")
     with pytest.raises(UserError, match=r"recipes/none\.yaml"):
         mm.train(ROOT / "recipes/none.yaml")
+
+
+@pytest.mark.slow
+def test_a_type_checker_knows_the_functions(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import mmtrain as mm\n"
+        "plan = mm.plan('x.yaml', set=['a=1'])\n"
+        "seconds: float = plan.predicted.step_time_s\n"
+        "run: mm.Run = mm.train('x.yaml', plan=plan, resume='last-good')\n"
+        "mm.train('x.yaml', resum=True)\n"
+        "mm.plann\n",
+        encoding="utf-8",
+    )
+    command = [sys.executable, "-m", "mypy", "--no-error-summary", "--config-file", "pyproject.toml", str(program)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    found = [
+        re.sub(r"^.*?:(\d+): error: .*\[(.*)\]$", r"\1 \2", line)
+        for line in done.stdout.splitlines()
+        if "error" in line
+    ]
+    assert found == ["5 call-arg", "6 attr-defined"], done.stdout
 
 
 @pytest.mark.slow

@@ -6,8 +6,10 @@ dotted paths in error messages (`data.seq_len`) and in `--set`. Each section has
 """
 
 import math
+from html import escape
 from pathlib import Path
 
+import yaml
 from pydantic import Field
 
 from mmtrain.recipe.settings.base import NOTHING, Section, setting
@@ -40,6 +42,10 @@ class Recipe(Section):
         description="Lowest version of mmtrain that reads this recipe as it is meant, such as 0.1.0. An older one "
         "rejects the recipe. Default: none is stated.",
     )
+
+    def _repr_html_(self) -> str:
+        text = yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+        return f"<details><summary>Recipe <b>{escape(self.name)}</b></summary><pre>{escape(text)}</pre></details>"
 
     @property
     def states_groups(self) -> bool:
