@@ -1,5 +1,6 @@
 """`import mmtrain as mm`: the same plans and runs as the command line, in a process that stays light."""
 
+import json
 import os
 import re
 import signal
@@ -15,7 +16,10 @@ from mmtrain.api.shown_plan import ShownPlan
 from mmtrain.data.synthetic.demo import generate_demo
 from mmtrain.errors import RecipeError, UserError
 from mmtrain.planning import Plan, load_plan
+from mmtrain.recipe import dump_recipe
+from mmtrain.runtime.run_folder import PLAN_FILE, RECIPE_FILE
 from tests.flow.runs import SMALL
+from tests.report.conftest import metrics
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "demo.yaml"
@@ -183,6 +187,28 @@ def test_a_simulated_step_is_the_one_of_the_command(settings: list[str], plan: m
     assert slowed.fault.step_time_s is not None
     assert slowed.fault.step_time_s > slowed.fault.unbroken_s
     assert slowed.fault.consequences in slowed._repr_html_()
+
+
+def test_the_stages_of_a_run_are_runs(settings: list[str], plan: mm.Plan, tmp_path: Path) -> None:
+    recipe = mm.load_recipe(RECIPE, set=settings)
+    for number, (name, num_steps) in enumerate((("align", 3), ("sft", 2)), start=1):
+        folder = tmp_path / "staged" / f"{number}-{name}"
+        folder.mkdir(parents=True)
+        (folder / RECIPE_FILE).write_text(dump_recipe(recipe.model_copy(update={"name": name})), encoding="utf-8")
+        plan.save(folder / PLAN_FILE)
+        lines = [json.dumps(metrics(step).to_json()) + "\n" for step in range(1, num_steps + 1)]
+        (folder / "metrics.jsonl").write_text("".join(lines), encoding="utf-8")
+    run = mm.open_run(tmp_path / "staged")
+    assert [stage.folder.name for stage in run.stages] == ["1-align", "2-sft"]
+    assert run.recipe.name == "sft"
+    assert run.plan == plan
+    assert len(run.metrics) == 2, "of the last stage"
+    assert [len(stage.to_frame()) for stage in run.stages] == [3, 2]
+    assert run._repr_html_().count('mmtrain-view">') == 2
+    assert "after step 2" in repr(run)
+    unfinished = tmp_path / "staged" / "2-sft" / RECIPE_FILE
+    unfinished.unlink()
+    assert [stage.folder.name for stage in mm.open_run(tmp_path / "staged").stages] == ["1-align"]
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
