@@ -239,6 +239,7 @@ class AnalyticCosts:
             hidden_s.append(sum(collective.hidden_s for collective in collectives.values()))
         return hidden_s[0] - hidden_s[1]
 
+    @lru_cache(maxsize=1 << 16)  # noqa: B019
     def activation_bytes(
         self, layer: LayerShape, tp: int, load: TokenLoad, recompute: bool, *, input_grad: bool = True
     ) -> int:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from mmtrain.costs import generator_arithmetic as diffusion
 from mmtrain.costs import layer_arithmetic as analytic
@@ -333,11 +333,8 @@ def layer_working_bytes(held: RankLayer, load: TokenLoad, costs: CostModel, prec
     carried += num_blocks * layer_host_bytes(held, load, costs, precision)
     if held.recompute and not held.is_recomputed:
         held = replace(held, recompute=False)
-    # Where the whole layer is computed again, its activation function is among that.
-    layer = replace(held.layer, recomputes_activation=False, offload="none")
-    computed = replace(held, layer=layer, input_grad=True, recompute=False)
+    computed = _as_computed(held)
     if not (held.layer.trainable or held.input_grad):
-        computed = replace(computed, layer=replace(layer, trainable=True))
         activations = layer_activation_bytes(computed, load, costs, precision)
         if held.layer.kind in BLOCK_KINDS:
             return _block_forward_bytes(held, load, activations, precision)
@@ -352,6 +349,17 @@ def layer_working_bytes(held: RankLayer, load: TokenLoad, costs: CostModel, prec
             live_gradients = LIVE_GRADIENT_SHARE * activations
     recomputed = activations - layer_activation_bytes(held, load, costs, precision) if held.recompute else 0
     return round(live_gradients + recomputed) + carried + _matrix_gradient_bytes(held, precision)
+
+
+@lru_cache(maxsize=1 << 12)  # to make a layer and its hash takes longer than all else that is counted of it
+def _as_computed(held: RankLayer) -> RankLayer:
+    """Return a layer as it is while it is computed: everything is kept, and it has a backward.
+
+    Where the whole layer is computed again, its activation function is among that.
+    """
+    trains = held.layer.trainable or not held.input_grad
+    layer = replace(held.layer, recomputes_activation=False, offload="none", trainable=trains)
+    return replace(held, layer=layer, input_grad=True, recompute=False)
 
 
 def _block_forward_bytes(held: RankLayer, load: TokenLoad, activations: int, precision: Precision) -> int:

@@ -42,6 +42,7 @@ from mmtrain.planning.space.sample_batches import batch_split_of, num_microbatch
 from mmtrain.program.ir.graph import LLM, StageGraph, StageId
 
 RecomputeShares = Mapping[str, float]  # by unit: share of each stage's layers that is recomputed
+SLOW_FIRST_BATCH = "slower on the first sampled batch than another colocated layout"
 
 
 class ColocatedStrategy:
@@ -490,7 +491,10 @@ def _lay_out(candidate: Candidate, recompute: RecomputeShares, evaluator: Evalua
 def _schedule_and_simulate(
     candidate: Candidate, layout: Layout, evaluator: Evaluator, limits: _Limits
 ) -> Candidate | Rejected:
-    """Return the faster of the planned and the coarse order that fit; or why none fits or can be fast enough."""
+    """Return the faster of the planned and the coarse order that fit; or why none fits or can be fast enough.
+
+    What the coarse order holds is counted only where the planned one does not fit, or may be slower.
+    """
     layer_costs, hardware = evaluator.layer_costs, evaluator.problem.hardware
     graph = layout_graph(layout, layer_costs)
     llm_alone = simulate_llm_alone(graph, layer_costs, hardware)
@@ -507,19 +511,28 @@ def _schedule_and_simulate(
     candidate = candidate.partitioned(partition_of(layout))
     num_microbatches = dict(layout.num_microbatches)
     coarse = SchedulePlan(kind="coarse", num_microbatches=num_microbatches)
+    coarse_bound_s = llm_alone.step_time_s + _encoder_seconds_of_first_rank(graph, layer_costs)
+    coarse_bound_s *= evaluator.budget.colocated.coarse_bound_share
     for max_ahead in max_ahead_choices(candidate.assignment.meshes[LLM].pp):
         order = plan_encoder_order(graph, layer_costs, hardware, max_ahead=max_ahead, llm_alone=llm_alone)
         planned = SchedulePlan(kind="explicit", num_microbatches=num_microbatches, order=order)
-        schedules = [planned, coarse] if max_ahead is None else [planned]
-        outcomes = [evaluator.fit_schedule(candidate, layout, schedule) for schedule in schedules]
-        fitted = [outcome for outcome in outcomes if isinstance(outcome, Candidate)]
-        if fitted:
-            coarse_bound_s = llm_alone.step_time_s + _encoder_seconds_of_first_rank(graph, layer_costs)
-            coarse_bound_s *= evaluator.budget.colocated.coarse_bound_share
-            return _fastest_simulated(fitted, evaluator, limits, coarse_bound_s)
-    misfit = outcomes[-1]
-    assert isinstance(misfit, Rejected)
-    return misfit
+        outcome = evaluator.fit_schedule(candidate, layout, planned)
+        if isinstance(outcome, Candidate):
+            fastest = evaluator.simulate_unless_slow(outcome, limits.first_batch_s)
+            if fastest is None:
+                return Rejected(outcome, SLOW_FIRST_BATCH)
+            may_lose = max_ahead is None and coarse_bound_s < fastest.step_time_s <= limits.planned_s
+            fitted = evaluator.fit_schedule(candidate, layout, coarse) if may_lose else None
+            others = [evaluator.simulate(fitted)] if isinstance(fitted, Candidate) else []
+            return min(fastest, *others, key=lambda simulated: simulated.step_time_s) if others else fastest
+        if max_ahead is None:
+            outcome = evaluator.fit_schedule(candidate, layout, coarse)
+            if isinstance(outcome, Candidate):
+                return evaluator.simulate_unless_slow(outcome, limits.first_batch_s) or Rejected(
+                    outcome, SLOW_FIRST_BATCH
+                )
+    assert isinstance(outcome, Rejected)
+    return outcome
 
 
 def _least_seconds_of_busiest_rank(graph: StageGraph, layer_costs: LayerCosts) -> float:
@@ -535,21 +548,6 @@ def _least_seconds_of_busiest_rank(graph: StageGraph, layer_costs: LayerCosts) -
     )
     _, busiest_s = busiest_rank(graph, layer_costs.stage_seconds(graph))
     return busiest_s * min(shares, default=1.0)
-
-
-def _fastest_simulated(
-    fitted: Sequence[Candidate], evaluator: Evaluator, limits: _Limits, coarse_bound_s: float
-) -> Candidate | Rejected:
-    """Simulate the orders of one layout and return the fastest; the coarse one only where it may be that."""
-    fastest = evaluator.simulate_unless_slow(fitted[0], limits.first_batch_s)
-    if fastest is None:
-        return Rejected(fitted[0], "slower on the first sampled batch than another colocated layout")
-    for candidate in fitted[1:]:
-        is_coarse = candidate.schedule.kind == "coarse"
-        if is_coarse and (fastest.step_time_s <= coarse_bound_s or fastest.step_time_s > limits.planned_s):
-            continue
-        fastest = min(fastest, evaluator.simulate(candidate), key=lambda simulated: simulated.step_time_s)
-    return fastest
 
 
 def _encoder_seconds_of_first_rank(graph: StageGraph, layer_costs: LayerCosts) -> float:

@@ -6,8 +6,8 @@ between two parts of the host.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
+from typing import NamedTuple
 
 from mmtrain.planning.colocated.bubbles import TIME_ROUNDING
 from mmtrain.planning.colocated.stage_kernels import CommunicationGap
@@ -19,8 +19,7 @@ from mmtrain.program.ir.serialize import action_to_text
 _MAX_EARLY_START_S = 2 * TIME_ROUNDING  # by which rounding may let work start before the gap that it is in
 
 
-@dataclass(frozen=True)
-class TimedPass:
+class TimedPass(NamedTuple):
     """Work of a rank in time: a whole forward or backward of the LLM, or some segments of an encoder's."""
 
     start: float

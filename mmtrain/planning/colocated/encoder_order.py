@@ -143,7 +143,7 @@ def _add_llm_passes(passes: _RankPasses, graph: StageGraph, spans: Sequence[Span
             ranks_by_replica.setdefault(dict(graph.held_by(rank))[stage], []).append(rank)
         for timed_pass, (replica, ranks) in product(of_stage, ranks_by_replica.items()):
             mb = timed_pass.action.mb._replace(replica=replica)
-            passes.add(replace(timed_pass, action=replace(timed_pass.action, mb=mb)), ranks)
+            passes.add(timed_pass._replace(action=replace(timed_pass.action, mb=mb)), ranks)
 
 
 def _encoder_work(
@@ -186,17 +186,17 @@ def _encoder_passes(
             earliest = _times_before(llm_starts, distance)
             latest = -_times_before(-llm_ends[::-1], distance)[::-1]
             computes = placed.computes
-            rows = zip(placed.spans[computes, 0], placed.labels[computes], placed.kernel_index[computes], strict=True)
-            for start, label, kernel in rows:
-                index = int(label) // num_pipelines
-                limited_start = max(start, earliest[index]) if kind == "F" else min(start, latest[index])
-                for k in range(replicas_per_pipeline):
-                    replica = pipeline * replicas_per_pipeline + k
+            numbers, starts = placed.labels[computes] // num_pipelines, placed.spans[computes, 0]
+            limited = np.maximum(starts, earliest[numbers]) if kind == "F" else np.minimum(starts, latest[numbers])
+            rows = list(zip(limited.tolist(), numbers.tolist(), placed.kernel_index[computes].tolist(), strict=True))
+            segments = kernels[stage, kind].segments
+            for k in range(replicas_per_pipeline):
+                replica = pipeline * replicas_per_pipeline + k
+                ranks = mesh.tp_group(stage_index, replica)
+                for start, index, kernel in rows:
                     mb = Microbatch(mesh.unit, replica, index)
                     action = Forward(stage, mb) if kind == "F" else Backward(stage, mb)
-                    segments = kernels[stage, kind].segments[kernel]
-                    timed_pass = TimedPass(float(limited_start), action, segments)
-                    yield timed_pass, mesh.tp_group(stage_index, replica)
+                    yield TimedPass(start, action, segments[kernel]), ranks
 
 
 def _times_before(times: FloatArray, distance: int | None) -> FloatArray:

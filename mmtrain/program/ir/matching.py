@@ -7,10 +7,23 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mmtrain.program.ir.actions import Action, AsyncCollective, Collective, Compute, Recv, Send
+from mmtrain.program.ir.actions import (
+    Action,
+    AsyncCollective,
+    Backward,
+    Collective,
+    Compute,
+    Forward,
+    GatherParams,
+    Partial,
+    Recv,
+    ReduceGrads,
+    Send,
+    Step,
+)
 from mmtrain.program.ir.channels import ChannelKey, channel_key
-from mmtrain.program.ir.data_dependencies import awaits_result, covered_buckets, participants, reader_of
-from mmtrain.program.ir.graph import Microbatch, StageGraph
+from mmtrain.program.ir.data_dependencies import Bucket, awaits_result, covered_buckets, participants, reader_of
+from mmtrain.program.ir.graph import Microbatch, StageGraph, StageId
 from mmtrain.program.ir.segments import expand_all, started_pass
 
 
@@ -72,8 +85,7 @@ def match_actions(graph: StageGraph, actions: Mapping[int, Sequence[Action]]) ->
     for rank, actions_of_rank in actions.items():
         reads: dict[Action, list[int]] = {}  # reader -> messages it reads
         num_done: dict[int, int] = {}  # by group
-        launched: dict[int, AsyncCollective] = {}  # joint actions that nothing has waited for yet
-        covered = covered_buckets(graph, rank)
+        pending = _PendingCollectives(graph, covered_buckets(graph, rank))
         sequence: list[Post | Launch | Join] = []
         for action in expand_all(graph, actions_of_rank):
             if isinstance(action, Send):
@@ -88,23 +100,48 @@ def match_actions(graph: StageGraph, actions: Mapping[int, Sequence[Action]]) ->
                 joint_action = joint_numbers.setdefault((group, nth), len(joint_numbers))
                 if joint_action == len(joint_actions):
                     joint_actions.append(JointAction(action, groups.with_actions[group], groups.all_ranks[group]))
-                if isinstance(action, AsyncCollective):
-                    launched[joint_action] = action
+                if isinstance(action, ReduceGrads | GatherParams):
+                    pending.launch(joint_action, action)
                     sequence.append(Launch(joint_action))
                     continue
-                reader = started_pass(graph, action) if isinstance(action, Compute) else action
-                awaits = tuple(
-                    [
-                        number
-                        for number, collective in launched.items()
-                        if awaits_result(graph, action, collective, covered)
-                    ]
-                )
-                for number in awaits:
-                    del launched[number]
+                reader = started_pass(graph, action) if isinstance(action, Partial) else action
+                awaits = pending.take_awaited(action)
                 sequence.append(Join(joint_action, tuple(reads.pop(reader, ())) if reader else (), awaits))
         sequences[rank] = tuple(sequence)
     return MatchedActions(tuple(messages.matched), tuple(joint_actions), sequences)
+
+
+class _PendingCollectives:
+    """Asynchronous collectives that a rank has launched, and that nothing has waited for yet.
+
+    Passes wait for the parameters of their own stage, and the step for reductions, so only these are looked at.
+    """
+
+    def __init__(self, graph: StageGraph, covered: Mapping[AsyncCollective, Bucket]) -> None:
+        self._graph = graph
+        self._covered = covered
+        self._gathers: dict[StageId, dict[int, AsyncCollective]] = {}  # by stage, then by number of the joint action
+        self._others: dict[int, AsyncCollective] = {}
+
+    def launch(self, number: int, collective: AsyncCollective) -> None:
+        """Add a collective, which is the joint action of this number."""
+        bucket = self._covered.get(collective) if isinstance(collective, GatherParams) else None
+        (self._others if bucket is None else self._gathers.setdefault(bucket.stage, {}))[number] = collective
+
+    def take_awaited(self, action: Compute | Collective) -> tuple[int, ...]:
+        """Remove the collectives whose end the rank's next action waits for; return their numbers."""
+        if isinstance(action, Forward | Backward | Partial):
+            pending = self._gathers.get(action.stage)
+        else:
+            pending = self._others if isinstance(action, Step) else None
+        if not pending:
+            return ()
+        awaited = tuple(
+            [n for n, collective in pending.items() if awaits_result(self._graph, action, collective, self._covered)]
+        )
+        for number in awaited:
+            del pending[number]
+        return awaited
 
 
 class _Messages:

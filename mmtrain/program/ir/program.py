@@ -90,8 +90,11 @@ class Program:
 
     def shift(self, mb: Microbatch, group: int) -> Microbatch:
         """Return group 0's microbatch as another replica group has it."""
-        per_group = self.graph.mesh(mb.unit).num_replicas // self.graph.num_groups
-        return Microbatch(mb.unit, mb.replica + group * per_group, mb.index)
+        return Microbatch(mb.unit, mb.replica + group * self._replicas_per_group[mb.unit], mb.index)
+
+    @cached_property
+    def _replicas_per_group(self) -> dict[str, int]:
+        return {mesh.unit: mesh.num_replicas // self.graph.num_groups for mesh in self.graph.meshes}
 
 
 def ranges_text(numbers: Sequence[int]) -> str:

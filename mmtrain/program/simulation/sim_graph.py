@@ -3,14 +3,14 @@
 `sim_graph_builder` makes it once for a program; `event_loop` then runs it with the durations of batch after batch.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import zip_longest
 from typing import NamedTuple
 
 from mmtrain.program.ir.actions import Collective, Compute, Send
-from mmtrain.program.trace.bubble_accounting import is_forward
+from mmtrain.program.simulation.simulated_bubbles import BubblePattern
 from mmtrain.program.verify.live_activations import ActivationEvent
 
 
@@ -64,8 +64,8 @@ class SimGraph:
     awaited_by: Mapping[int, tuple[int, ...]]  # asynchronous collective -> the tasks that wait for its end
     sender: tuple[int, ...]  # by message: the sim rank whose communication stream it occupies
     reader: tuple[int | None, ...]  # by message: the participation that waits for it
-    activation_events: tuple[tuple[ActivationEvent, ...], ...]  # by sim rank
     resumed_by: Mapping[int, int]  # part that leaves a collective under way -> the next part of its pass, which waits
+    find_activation_events: Callable[[], tuple[tuple[ActivationEvent, ...], ...]]  # by sim rank
 
     @property
     def start(self) -> int:
@@ -122,14 +122,25 @@ class SimGraph:
         return tuple([task is not None and isinstance(task.action, Compute) for task in self.tasks])
 
     @cached_property
-    def tasks_by_rank(self) -> tuple[tuple[tuple[int, SimTask], ...], ...]:
-        """By sim rank: what `tasks_of` returns, kept for all batches."""
-        return tuple([tuple(self.tasks_of(sim_rank)) for sim_rank in range(len(self.ranks))])
+    def bubble_patterns(self) -> tuple[BubblePattern, ...]:
+        """By sim rank: what its bubbles depend on besides times."""
+        patterns = []
+        for sim_rank in range(len(self.ranks)):
+            launched = {collective for collective, _ in self.launched_by(sim_rank)}
+            tasks = list(self.tasks_of(sim_rank))
+            awaited = [
+                tuple([collective for collective in self.awaits.get(number, ()) if collective in launched])
+                for number, _ in tasks
+            ]
+            patterns.append(
+                BubblePattern.of_rank([number for number, _ in tasks], [task.action for _, task in tasks], awaited)
+            )
+        return tuple(patterns)
 
     @cached_property
-    def num_forwards(self) -> tuple[int, ...]:
-        """By sim rank: forwards that it runs, and parts of them."""
-        return tuple([sum(is_forward(task.action) for _, task in tasks) for tasks in self.tasks_by_rank])
+    def activation_events(self) -> tuple[tuple[ActivationEvent, ...], ...]:
+        """By sim rank: where it starts and ends to keep activations."""
+        return self.find_activation_events()
 
     def tasks_of(self, sim_rank: int) -> Iterator[tuple[int, SimTask]]:
         """Return the numbered tasks that occupy a sim rank, in order."""

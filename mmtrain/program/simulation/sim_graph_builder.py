@@ -1,6 +1,7 @@
 """Make the simulator's graph of a program: one sim rank for all equivalent ranks, and numbers instead of names."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 
 from mmtrain.program.ir.actions import Collective, Compute, Dispatch, GatherParams, Partial, Pass, ReduceGrads, Step
 from mmtrain.program.ir.graph import StageGraph
@@ -9,7 +10,7 @@ from mmtrain.program.ir.program import Program
 from mmtrain.program.ir.segments import finished_pass, pass_of
 from mmtrain.program.simulation.rank_equivalence import LinkClass, equivalent_ranks
 from mmtrain.program.simulation.sim_graph import Participation, SimGraph, SimMessage, SimTask
-from mmtrain.program.verify.live_activations import activation_events
+from mmtrain.program.verify.live_activations import ActivationEvent, activation_events
 
 
 def build_sim_graph(program: Program, num_groups: int, link_class: LinkClass) -> SimGraph:
@@ -33,7 +34,8 @@ def _numbered(program: Program, num_groups: int, equivalents: Mapping[int, tuple
     simulated = list(equivalents)
     matched = match_actions(program.graph, {rank: program.actions[rank] for rank in simulated})
     num_tasks, num_messages, num_sim_ranks = len(matched.joint_actions), len(matched.messages), len(simulated)
-    participations = list(_participations(program.graph, matched, num_groups))
+    of_all_groups = [_is_of_all_groups(program.graph, joint.action) for joint in matched.joint_actions]
+    participations = list(_participations(matched, num_groups, of_all_groups))
     participations_of: list[list[int]] = [[] for _ in range(num_groups * num_tasks + 1)]
     reader: list[int | None] = [None] * (num_groups * num_messages)
     for number, participation in enumerate(participations):
@@ -43,27 +45,34 @@ def _numbered(program: Program, num_groups: int, equivalents: Mapping[int, tuple
             reader[message] = number
     sim_rank_of = {rank: sim_rank for sim_rank, rank in enumerate(simulated)}
     senders = [sim_rank_of[message.sender] for message in matched.messages]
-    events = [activation_events(program.graph, program.actions[rank]) for rank in simulated]
     mirrors = program.symmetry.mirrors
     resumed_by = _resumed_by(program.graph, matched)
     return SimGraph(
         ranks=tuple(tuple(mirrors[g][other] for other in equivalents[rank]) for g in groups for rank in simulated),
-        tasks=tuple(task for g in groups for task in _tasks(program, matched, g)),
+        tasks=tuple(task for g in groups for task in _tasks(program, matched, g, of_all_groups)),
         messages=tuple(message for g in groups for message in _messages(program, matched, g, equivalents)),
         participations=tuple(participations),
         participations_of=tuple(map(tuple, participations_of)),
         streams_of=_streams_of(matched, participations, len(participations_of), num_groups * num_sim_ranks),
-        awaited_by=_awaited_by(program.graph, matched, num_groups),
+        awaited_by=_awaited_by(matched, num_groups, of_all_groups),
         sender=tuple(g * num_sim_ranks + sender for g in groups for sender in senders),
         reader=tuple(reader),
-        activation_events=tuple(
-            tuple(event._replace(mb=program.shift(event.mb, g)) for event in of_rank)
-            for g in groups
-            for of_rank in events
-        ),
         resumed_by={
             g * num_tasks + part: g * num_tasks + next_part for g in groups for part, next_part in resumed_by.items()
         },
+        find_activation_events=partial(_activation_events, program, num_groups, simulated),
+    )
+
+
+def _activation_events(
+    program: Program, num_groups: int, simulated: Sequence[int]
+) -> tuple[tuple[ActivationEvent, ...], ...]:
+    """Return by sim rank where it starts and ends to keep activations."""
+    events = [activation_events(program.graph, program.actions[rank]) for rank in simulated]
+    return tuple(
+        tuple(event._replace(mb=program.shift(event.mb, g)) for event in of_rank)
+        for g in range(num_groups)
+        for of_rank in events
     )
 
 
@@ -91,11 +100,10 @@ def _is_of_all_groups(graph: StageGraph, action: Compute | Collective) -> bool:
     return isinstance(action, Dispatch | ReduceGrads | GatherParams | Step)
 
 
-def _participations(graph: StageGraph, matched: MatchedActions, num_groups: int) -> Iterator[Participation]:
+def _participations(matched: MatchedActions, num_groups: int, of_all_groups: Sequence[bool]) -> Iterator[Participation]:
     """Yield the participations of sim rank after sim rank, each with its start and end."""
     num_tasks, num_messages = len(matched.joint_actions), len(matched.messages)
     start = num_groups * num_tasks
-    of_all_groups = [_is_of_all_groups(graph, joint.action) for joint in matched.joint_actions]
     sim_rank = 0
     for group in range(num_groups):
         first_task, first_message = group * num_tasks, group * num_messages
@@ -138,28 +146,29 @@ def _streams_of(
     return tuple(map(tuple, streams_of))
 
 
-def _awaited_by(graph: StageGraph, matched: MatchedActions, num_groups: int) -> dict[int, tuple[int, ...]]:
+def _awaited_by(matched: MatchedActions, num_groups: int, of_all_groups: Sequence[bool]) -> dict[int, tuple[int, ...]]:
     """Map each asynchronous collective to the tasks that wait for its end."""
     awaited_by: dict[int, dict[int, None]] = {}
     num_tasks = len(matched.joint_actions)
-    of_all_groups = [_is_of_all_groups(graph, joint.action) for joint in matched.joint_actions]
+    waiting = [
+        step for sequence in matched.sequences.values() for step in sequence if isinstance(step, Join) and step.awaits
+    ]
     for group in range(num_groups):
-        for sequence in matched.sequences.values():
-            for step in sequence:
-                if not isinstance(step, Join):
-                    continue
-                number = step.joint_action
-                task = number if of_all_groups[number] else group * num_tasks + number
-                for awaited in step.awaits:
-                    collective = awaited if of_all_groups[awaited] else group * num_tasks + awaited
-                    awaited_by.setdefault(collective, {})[task] = None
+        for step in waiting:
+            number = step.joint_action
+            task = number if of_all_groups[number] else group * num_tasks + number
+            for awaited in step.awaits:
+                collective = awaited if of_all_groups[awaited] else group * num_tasks + awaited
+                awaited_by.setdefault(collective, {})[task] = None
     return {collective: tuple(tasks) for collective, tasks in awaited_by.items()}
 
 
-def _tasks(program: Program, matched: MatchedActions, group: int) -> Iterator[SimTask | None]:
+def _tasks(
+    program: Program, matched: MatchedActions, group: int, of_all_groups: Sequence[bool]
+) -> Iterator[SimTask | None]:
     mirror = program.symmetry.mirrors[group]
-    for action, ranks, all_ranks in matched.joint_actions:
-        if not _is_of_all_groups(program.graph, action):
+    for (action, ranks, all_ranks), is_of_all_groups in zip(matched.joint_actions, of_all_groups, strict=True):
+        if not is_of_all_groups:
             members = tuple([mirror[rank] for rank in all_ranks]) if group else all_ranks
             yield SimTask(program.translate(action, group), mirror[ranks[0]], members)
         elif group == 0:

@@ -16,11 +16,13 @@ Ranks are simulated at the expected pace of those that they meet at every microb
 collectives of all replica groups start when the slowest group is expected to come.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import NamedTuple, TypeVar
+
+import numpy as np
 
 from mmtrain.errors import ProgramError
 from mmtrain.program.ir.actions import Collective, Compute, Dispatch, Partial, ReduceGrads, Send, Step
@@ -31,10 +33,10 @@ from mmtrain.program.simulation.critical_path import critical_path
 from mmtrain.program.simulation.event_loop import NEVER, Durations, EventTimes, Meetings, run_events
 from mmtrain.program.simulation.sim_graph import SimGraph, SimTask
 from mmtrain.program.simulation.sim_graph_builder import build_sim_graph
+from mmtrain.program.simulation.simulated_bubbles import FloatArray
 from mmtrain.program.simulation.straggler_waits import StragglerWaits
 from mmtrain.program.simulation.timing import NO_TRANSFER, ModelTiming, Timing, TransferCost
-from mmtrain.program.trace.bubble_accounting import BubbleAccount, Interval
-from mmtrain.program.trace.timeline import BubbleKind, LazySpans, Span, Timeline
+from mmtrain.program.trace.timeline import LazyPeaks, LazySpans, Span, Timeline
 from mmtrain.program.verify.live_activations import peak_of_events
 
 T = TypeVar("T")
@@ -64,14 +66,14 @@ def simulate(program: Program, timing: Timing, num_groups: int = 1, waits: Strag
     """
     graph, task_costs, message_costs, times = _run(program, timing, num_groups, waits)
     step_time = max(times.ended)
-    tp_wait = timing.tp_wait if any(mesh.tp > 1 for mesh in program.graph.meshes) else None
-    bubbles = [_bubbles(graph, sim_rank, times, step_time, tp_wait) for sim_rank in range(len(graph.ranks))]
-    memory = [peak_of_events(events, timing.activation_bytes)[0] for events in graph.activation_events]
+    tp_wait_s = _tp_waits(graph, timing) if any(mesh.tp > 1 for mesh in program.graph.meshes) else None
+    started, ended = np.array(times.started), np.array(times.ended)
+    bubbles = [pattern.bubbles(started, ended, tp_wait_s, step_time) for pattern in graph.bubble_patterns]
     return Timeline(
         spans=LazySpans(partial(_spans, graph, times, task_costs, message_costs)),
         step_time_s=step_time,
         bubbles=_by_rank(graph, bubbles),
-        peak_memory_bytes=_by_rank(graph, memory),
+        peak_memory_bytes=LazyPeaks(partial(_peaks, graph, timing)),
         simulated=True,
         pipeline_ranks={mesh.unit: mesh.pp for mesh in program.graph.meshes},
         critical_path=LazySpans(partial(critical_path, graph, times, task_costs, message_costs)),
@@ -122,10 +124,8 @@ def _with_posting(
 def _with_waits(graph: SimGraph, task_costs: Sequence[TransferCost], waits: StragglerWaits) -> list[TransferCost]:
     """Lengthen each compute task by what its ranks wait for slower ones of their replica group."""
     return [
-        cost._replace(seconds=cost.seconds * waits.passes[task.action.mb.unit])
-        if task is not None and isinstance(task.action, Compute)
-        else cost
-        for task, cost in zip(graph.tasks, task_costs, strict=True)
+        TransferCost(cost.seconds * waits.passes[task.action.mb.unit], cost.nbytes) if is_compute else cost
+        for task, cost, is_compute in zip(graph.tasks, task_costs, graph.is_compute, strict=True)
     ]
 
 
@@ -153,28 +153,19 @@ def _by_rank(graph: SimGraph, values: Sequence[T]) -> dict[int, T]:
     return dict(sorted(by_rank.items()))
 
 
-def _bubbles(
-    graph: SimGraph,
-    sim_rank: int,
-    times: EventTimes,
-    step_time_s: float,
-    tp_wait: Callable[[Compute], float] | None,
-) -> dict[BubbleKind, float]:
-    """Return the idle seconds of a rank. tp_wait: of a pass, waiting inside its layers; None where no unit has tp."""
-    tasks = graph.tasks_by_rank[sim_rank]
-    account = BubbleAccount(graph.num_forwards[sim_rank])
-    launched = {collective for collective, _ in graph.launched_by(sim_rank)}
-    for number, task in tasks:
-        awaited: list[Interval] = [
-            (times.started[collective], times.ended[collective])
-            for collective in graph.awaits.get(number, ())
-            if collective in launched
+def _tp_waits(graph: SimGraph, timing: Timing) -> FloatArray:
+    """Return by task the seconds that it waits inside its layers for tensor-parallel collectives."""
+    return np.array(
+        [
+            timing.tp_wait(task.action) if task is not None and isinstance(task.action, Compute) else 0.0
+            for task in graph.tasks
         ]
-        start_s, action = times.started[number], task.action
-        wait_s = tp_wait(action) if tp_wait is not None and isinstance(action, Compute) else 0.0
-        account.add(action, start_s, times.ended[number] - start_s, awaited, wait_s)
-    account.close(step_time_s)
-    return account.bubbles
+    )
+
+
+def _peaks(graph: SimGraph, timing: Timing) -> dict[int, int]:
+    """Return by rank the most bytes of activations alive at once."""
+    return _by_rank(graph, [peak_of_events(of_rank, timing.activation_bytes)[0] for of_rank in graph.activation_events])
 
 
 def _spans(

@@ -49,24 +49,33 @@ class BubbleAccount:
         awaited: when the asynchronous collectives ran whose end the action waits for. tp_wait_s: of the duration, how
         long the rank waits for collectives inside layers.
         """
-        if isinstance(action, Step):
-            self._add_wait_for_reductions(awaited, start_s)
-        else:
-            self._add_wait_for_gathers(awaited, start_s)
-        self.bubbles[self._waiting_kind(action)] += start_s - self.clock
-        if isinstance(action, Compute):
-            self.has_computed = True
-            self.bubbles["tp_layers"] += tp_wait_s
-            if isinstance(action, Partial):
-                self.started.add(pass_of(action))
-            self.forwards_left -= is_forward(action)
-        else:
-            self.bubbles[_own_kind(action)] += duration_s
+        self.wait_for(action, awaited, start_s)
+        waiting, own = self.next_kinds(action)
+        self.bubbles[waiting] += start_s - self.clock
+        self.bubbles[own] += tp_wait_s if isinstance(action, Compute) else duration_s
         self.clock = start_s + duration_s
+
+    def next_kinds(self, action: Compute | Collective) -> tuple[BubbleKind, BubbleKind]:
+        """Go on to the rank's next action; return the kinds of the wait before it and of what it waits for itself."""
+        waiting = self._waiting_kind(action)
+        if not isinstance(action, Compute):
+            return waiting, _own_kind(action)
+        self.has_computed = True
+        if isinstance(action, Partial):
+            self.started.add(pass_of(action))
+        self.forwards_left -= is_forward(action)
+        return waiting, "tp_layers"
 
     def close(self, step_time_s: float) -> None:
         """End the step: since its last action the rank has waited for other ranks to end theirs."""
         self.bubbles["imbalance"] += step_time_s - self.clock
+
+    def wait_for(self, action: Compute | Collective, awaited: Iterable[Interval], until_s: float) -> None:
+        """Advance the clock by the wait for asynchronous collectives whose end the rank's next action waits for."""
+        if isinstance(action, Step):
+            self._add_wait_for_reductions(awaited, until_s)
+        else:
+            self._add_wait_for_gathers(awaited, until_s)
 
     def _add_wait_for_gathers(self, gathers: Iterable[Interval], until_s: float) -> None:
         """Advance the clock to the end of the last gathering of parameters."""

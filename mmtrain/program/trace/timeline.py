@@ -1,6 +1,6 @@
 """Timelines: what every rank did when, simulated or measured; Chrome trace JSON (opens in Perfetto)."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, overload
@@ -81,6 +81,26 @@ class LazySpans(Sequence[Span]):
 
     @cached_property
     def _made(self) -> tuple[Span, ...]:
+        return self._make()
+
+
+class LazyPeaks(Mapping[int, int]):
+    """Bytes by rank that are counted when first read: plans are compared by what else counts them."""
+
+    def __init__(self, make: Callable[[], Mapping[int, int]]) -> None:
+        self._make = make
+
+    def __getitem__(self, rank: int) -> int:
+        return self._made[rank]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._made)
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+    @cached_property
+    def _made(self) -> Mapping[int, int]:
         return self._make()
 
 
