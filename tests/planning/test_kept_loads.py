@@ -15,6 +15,7 @@ from mmtrain.balance import BatchMeta
 from mmtrain.planning.colocated.colocated_search import _Attempt, _by_bound, _enumerate, _StepBound
 from mmtrain.planning.evaluate.evaluator import Evaluator
 from mmtrain.planning.formulate import formulate_problem
+from mmtrain.planning.layer_costs import sampled_loads
 from mmtrain.planning.layer_costs.layer_costs import LayerCosts
 from mmtrain.planning.planner import plan
 from mmtrain.planning.space.budget import DEFAULT_BUDGET
@@ -22,7 +23,8 @@ from mmtrain.planning.space.load_arrays import load_arrays
 from mmtrain.planning.space.problem import PlanningProblem
 from mmtrain.planning.space.recently_used import RecentlyUsed
 from mmtrain.planning.space.sample_batches import BatchSplit, SampledBatches, UnitSplit, num_groups_of
-from mmtrain.program.ir.graph import LLM, Microbatch
+from mmtrain.program.ir.graph import LLM, Microbatch, StageGraph
+from mmtrain.program.ir.step_loads import StepLoads, step_loads
 from scripts.measurements import run_child
 from scripts.whatif_problems import WHAT_IF_FOLDER
 from tests.planning.factory import heard, speech
@@ -124,7 +126,12 @@ def test_bounds_of_colocated_meshes_need_no_layouts(
 def test_few_whole_layouts_stay_in_memory(problem: PlanningProblem) -> None:
     budget = replace(
         DEFAULT_BUDGET,
-        evaluation=replace(DEFAULT_BUDGET.evaluation, max_kept_batch_bytes=200_000, max_kept_time_bytes=100_000),
+        evaluation=replace(
+            DEFAULT_BUDGET.evaluation,
+            max_kept_batch_bytes=200_000,
+            max_kept_time_bytes=100_000,
+            max_kept_step_bytes=600_000,
+        ),
     )
     layer_costs, all_splits = LayerCosts(problem, budget=budget), list(splits(problem.batches.global_batch))
     for split in all_splits:
@@ -132,9 +139,25 @@ def test_few_whole_layouts_stay_in_memory(problem: PlanningProblem) -> None:
         layer_costs.unit_times("vision", 1, split)
         assert layer_costs.loads._laid_out.size <= budget.evaluation.max_kept_batch_bytes
         assert layer_costs._unit_times.size <= budget.evaluation.max_kept_time_bytes
-        assert len(layer_costs.loads._step_loads) <= budget.evaluation.max_kept_steps
+        assert layer_costs.loads._step_loads.size <= budget.evaluation.max_kept_step_bytes
     assert 1 < len(layer_costs.loads._laid_out) < len(all_splits)
     assert 1 < len(layer_costs._unit_times) < len(all_splits)
+
+
+def test_loads_of_small_steps_are_summed_up_once(problem: PlanningProblem, monkeypatch: pytest.MonkeyPatch) -> None:
+    summed_up = []
+
+    def counted(graph: StageGraph, batch: BatchMeta) -> StepLoads:
+        summed_up.append(batch)
+        return step_loads(graph, batch)
+
+    monkeypatch.setattr(sampled_loads, "step_loads", counted)
+    layer_costs, few_splits = LayerCosts(problem), list(splits(problem.batches.global_batch))[:8]
+    for split in few_splits * 3:  # as sizes of shards and ways to dispatch come back to them
+        layer_costs.loads.of_step(split)
+    assert (
+        len(summed_up) == len(set(few_splits)) * len(problem.batches.groups) > DEFAULT_BUDGET.evaluation.min_kept_steps
+    )
 
 
 def test_the_entries_asked_for_last_are_kept() -> None:

@@ -50,8 +50,9 @@ def test_span_recompute_exceeds_the_exact_search_by_at_most_one_layer_of_each_ki
     kinds: list[tuple[int, int, int]], excess: int
 ) -> None:
     saved, seconds, counts = zip(*kinds, strict=True)
-    saved_bytes, left = np.array([saved], np.float64), np.array([float(excess)])
-    seconds_needed = span_recompute(saved_bytes, np.array(seconds, np.float64), np.array([counts], np.float64), left)[0]
+    saved_bytes, left = np.array([saved], np.float64).T, np.array([float(excess)])
+    num_layers = np.array([counts], np.float64).T
+    seconds_needed = span_recompute(saved_bytes, np.array(seconds, np.float64), num_layers, left)[0]
     exact = least_recompute(saved, seconds, counts, excess)
     if exact is None:
         assert np.isinf(seconds_needed)

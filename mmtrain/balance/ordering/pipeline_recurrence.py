@@ -10,6 +10,7 @@ Messages neither wait for each other nor for their receivers here; `program.simu
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,16 +30,14 @@ class Dependencies:
     message: IntArray  # (w,) NO_MESSAGE where nothing is sent
 
 
-@dataclass(frozen=True)
-class _ProducerColumn:
+class _ProducerColumn(NamedTuple):
     """The next producer, or several of them, of the first k actions of a level."""
 
     rows: IntArray  # (k,) or (width, k) where the producers stand in the table
     messages: IntArray | None  # of the same shape; None if no message is needed
 
 
-@dataclass(frozen=True)
-class _Level:
+class _Level(NamedTuple):
     """Actions [first, last), those with the most producers first, that wait for earlier levels only."""
 
     first: int
@@ -115,24 +114,23 @@ def _columns(
     order = np.lexsort((row[dependencies.consumer], column, level_of_consumer))
     rows, messages = row[dependencies.producer[order]], dependencies.message[order]
     starts = _starts_of_runs(level_of_consumer[order], column[order])
-    sizes = np.diff(np.append(starts, len(order)))
     levels = level_of_consumer[order[starts]]
+    runs = [*_starts_of_runs(levels, np.diff(np.append(starts, len(order)))).tolist(), len(starts)]
+    has_messages = np.logical_or.reduceat(messages != NO_MESSAGE, starts).tolist() if len(starts) else []
+    bounds, level_numbers = [*starts.tolist(), len(order)], levels.tolist()
     columns: dict[int, list[_ProducerColumn]] = {}
-    for lo, hi in pairwise([*_starts_of_runs(levels, sizes).tolist(), len(starts)]):
+    for lo, hi in pairwise(runs):
         # These columns of one level concern equally many actions, so that they fit into one table.
-        table = slice(starts[lo], starts[lo] + (hi - lo) * sizes[lo])
-        table_rows, table_messages = rows[table].reshape(hi - lo, -1), messages[table].reshape(hi - lo, -1)
+        of_level = columns.setdefault(level_numbers[lo], [])
         if hi - lo <= MAX_SEPARATE_COLUMNS:
-            level_columns = [_column(*part) for part in zip(table_rows, table_messages, strict=True)]
-        else:
-            level_columns = [_column(table_rows, table_messages)]
-        columns.setdefault(int(levels[lo]), []).extend(level_columns)
+            for k in range(lo, hi):
+                part = slice(bounds[k], bounds[k + 1])
+                of_level.append(_ProducerColumn(rows[part], messages[part] if has_messages[k] else None))
+            continue
+        table = slice(bounds[lo], bounds[hi])
+        table_messages = messages[table].reshape(hi - lo, -1) if any(has_messages[lo:hi]) else None
+        of_level.append(_ProducerColumn(rows[table].reshape(hi - lo, -1), table_messages))
     return columns
-
-
-def _column(rows: IntArray, messages: IntArray) -> _ProducerColumn:
-    """A column without the numbers of its messages where all are `NO_MESSAGE`."""
-    return _ProducerColumn(rows, messages if (messages != NO_MESSAGE).any() else None)
 
 
 def _starts_of_runs(*keys: IntArray) -> IntArray:

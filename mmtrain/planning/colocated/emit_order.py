@@ -58,12 +58,12 @@ def emit_rank_order(
 
 def _order_key(timed_pass: TimedPass) -> tuple[float, int, int, str, int]:
     """Order by start; of work that starts together, encoder forwards come before the LLM, encoder backwards after."""
-    action, segments = timed_pass.action, timed_pass.segments
-    is_forward = direction(action) == "F"
+    start, action, segments = timed_pass
     if segments is None:
-        return timed_pass.start, 1, action.mb.index, action.stage.unit, 0
-    first_run = segments[0] if is_forward else -segments[0]
-    return timed_pass.start, 0 if is_forward else 2, action.mb.index, action.stage.unit, first_run
+        return start, 1, action.mb.index, action.stage.unit, 0
+    if isinstance(action, Forward):
+        return start, 0, action.mb.index, action.stage.unit, segments[0]
+    return start, 2, action.mb.index, action.stage.unit, -segments[0]
 
 
 def _split_by_gap(

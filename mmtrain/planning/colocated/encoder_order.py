@@ -193,10 +193,10 @@ def _encoder_passes(
             for k in range(replicas_per_pipeline):
                 replica = pipeline * replicas_per_pipeline + k
                 ranks = mesh.tp_group(stage_index, replica)
+                microbatches = [Microbatch(mesh.unit, replica, index) for index in range(mesh.num_microbatches)]
+                actions = [Forward(stage, mb) if kind == "F" else Backward(stage, mb) for mb in microbatches]
                 for start, index, kernel in rows:
-                    mb = Microbatch(mesh.unit, replica, index)
-                    action = Forward(stage, mb) if kind == "F" else Backward(stage, mb)
-                    yield TimedPass(start, action, segments[kernel]), ranks
+                    yield TimedPass(start, actions[index], segments[kernel]), ranks
 
 
 def _times_before(times: FloatArray, distance: int | None) -> FloatArray:

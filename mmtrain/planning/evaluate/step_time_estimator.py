@@ -122,16 +122,16 @@ class _EstimateRun:
         for spans in partitions.spans:
             times, grid = self._unit_times[spans.unit], self._grids[spans.unit]
             num_layers = (times.count[spans.last] - times.count[spans.first]).swapaxes(0, 1).astype(np.float64)
-            forward = np.tensordot(num_layers, grid[:, FORWARD], 1)
-            backward = np.tensordot(num_layers, grid[:, BACKWARD], 1)
+            forward = np.tensordot(num_layers, grid[FORWARD], 1)
+            backward = np.tensordot(num_layers, grid[BACKWARD], 1)
             if spans.stages in totals:
                 forward = totals[spans.stages][0] + forward
                 backward = totals[spans.stages][1] + backward
             if self.layer_costs.recompute[spans.unit] == "all":
-                backward = backward + np.tensordot(num_layers, grid[:, RECOMPUTE], 1)
+                backward = backward + np.tensordot(num_layers, grid[RECOMPUTE], 1)
             elif spans.recomputed_share is not None:
                 num_recomputed = num_layers * spans.recomputed_share.T[:, :, None]
-                backward = backward + np.tensordot(num_recomputed, grid[:, RECOMPUTE], 1)
+                backward = backward + np.tensordot(num_recomputed, grid[RECOMPUTE], 1)
             totals[spans.stages] = forward, backward
         return {
             stage: (_runs_by_microbatch(forward[k]), _runs_by_microbatch(backward[k]))
@@ -146,13 +146,14 @@ class _EstimateRun:
 
     @cached_property
     def _grids(self) -> dict[str, FloatArray]:
-        """By unit, (kinds, 3, batches, groups, replicas x microbatches) seconds of a layer."""
+        """By unit, (3, kinds, batches, groups, replicas x microbatches) seconds of a layer."""
         num_groups = num_replica_groups(self.assignment)
         grids = {}
         for unit, times in self._unit_times.items():
             by_kind = _slowest_on_rank(times.by_kind, replicas_on_rank(self.assignment, unit))
             by_group = by_kind.reshape(*by_kind.shape[:3], num_groups, -1)
-            grids[unit] = np.take_along_axis(by_group, self.groups[None, None, :, :, None], axis=3)
+            grid = np.take_along_axis(by_group, self.groups[None, None, :, :, None], axis=3)
+            grids[unit] = np.ascontiguousarray(grid.swapaxes(0, 1))  # so that products copy nothing
         return grids
 
     def _message_delays(self, partitions: OrderedPartitions) -> FloatArray:

@@ -49,9 +49,9 @@ def least_recompute(
             excess_bytes,
         )
     else:
-        columns = np.array([saved_bytes, counts], dtype=np.float64)[:, None]
+        columns = np.array([saved_bytes, counts], dtype=np.float64)[:, :, None]
         by_ratio, _ = _take_by_ratio(columns[0], np.asarray(seconds), columns[1], np.array([float(excess_bytes)]))
-        numbers[:] = by_ratio[0]
+        numbers[:] = by_ratio[:, 0]
     return tuple(numbers.tolist())
 
 
@@ -74,11 +74,12 @@ def span_recompute(
 ) -> FloatArray:
     """Return (n,) seconds of recomputation that spans of layers need, nearly the least; infinite where impossible.
 
-    saved_bytes: (n, K) of one layer of each kind; seconds: (K,); counts: (n, K) layers of each kind; excess_bytes:
+    saved_bytes: (K, n) of one layer of each kind; seconds: (K,); counts: (K, n) layers of each kind; excess_bytes:
     (n,).
     """
     numbers, is_enough = _take_by_ratio(saved_bytes, seconds, counts, excess_bytes)
-    return np.where(is_enough, numbers @ seconds, np.inf)
+    # In rows: products of a matrix that lies otherwise differ in the last bit.
+    return np.where(is_enough, np.ascontiguousarray(numbers.T) @ seconds, np.inf)
 
 
 def _take_by_ratio(
@@ -86,19 +87,23 @@ def _take_by_ratio(
 ) -> tuple[FloatArray, BoolArray]:
     """Recompute the layers that save most bytes a second, then stop recomputing those that are not needed after all.
 
-    Arguments as those of `span_recompute`. Returns (n, K) layers of each kind, and (n,) whether they save enough.
+    Arguments as those of `span_recompute`. Returns (K, n) layers of each kind, and (n,) whether they save enough.
     """
     missing = np.maximum(excess_bytes, 0.0)
     numbers = np.zeros(counts.shape)
-    usable = [k for k in range(len(seconds)) if saved_bytes[:, k].max(initial=0.0) > 0]
-    by_ratio = sorted(usable, key=lambda k: seconds[k] / saved_bytes[:, k].max())
-    saved = np.maximum(saved_bytes, 1e-300)
+    most_saved = saved_bytes.max(axis=1, initial=0.0)
+    by_ratio = sorted(np.flatnonzero(most_saved > 0).tolist(), key=lambda k: seconds[k] / most_saved[k])
     for k in by_ratio:
-        # Where a kind before this one saved too much, the number is negative, and must not be taken back.
-        numbers[:, k] = np.maximum(np.minimum(np.ceil(missing / saved[:, k] - 1e-9), counts[:, k]), 0.0)
-        missing -= numbers[:, k] * saved[:, k]
+        # Where kinds before this one saved enough, none of it is taken; most spans have layers of few kinds.
+        lacking = np.flatnonzero((missing > 0) & (counts[k] > 0))
+        saved = np.maximum(saved_bytes[k, lacking], 1e-300)
+        taken = np.maximum(np.minimum(np.ceil(missing[lacking] / saved - 1e-9), counts[k, lacking]), 0.0)
+        numbers[k, lacking] = taken
+        missing[lacking] -= taken * saved
     for k in reversed(by_ratio):
-        spare = np.clip(np.floor(-missing / saved[:, k] + 1e-9), 0.0, numbers[:, k])
-        numbers[:, k] -= spare
-        missing += spare * saved[:, k]
+        spared = np.flatnonzero((missing < 0) & (numbers[k] > 0))
+        saved = np.maximum(saved_bytes[k, spared], 1e-300)
+        spare = np.clip(np.floor(-missing[spared] / saved + 1e-9), 0.0, numbers[k, spared])
+        numbers[k, spared] -= spare
+        missing[spared] += spare * saved
     return numbers, missing <= 1e-6

@@ -32,6 +32,9 @@ from mmtrain.program.ir.graph import LLM, StageGraph, UnitMesh
 from mmtrain.program.ir.step_loads import StepLoads, step_loads
 
 LoadSplit = tuple[BatchSplit, int]  # what a unit's loads depend on, see `load_split`
+# What Python holds of one entry of `StepLoads` besides arrays, by `sys.getsizeof` of key, value and place in the table.
+BYTES_PER_LOAD = 300
+BYTES_PER_ROUTE = 700  # with the sums that simulations ask for
 
 
 class SampledLoads:
@@ -47,7 +50,11 @@ class SampledLoads:
         self._loads: RecentlyUsed[LoadArrays] = RecentlyUsed(kept.max_kept_load_bytes, lambda loads: loads.num_bytes)
         # Samples, items and routes of a step take many times the memory of its loads.
         self._laid_out: RecentlyUsed[list[BatchMeta]] = RecentlyUsed(kept.max_kept_batch_bytes, _num_bytes)
-        self._step_loads: RecentlyUsed[StepLoads] = RecentlyUsed(kept.max_kept_steps)
+        # Sizes are capped, so that a few are kept however large.
+        largest = kept.max_kept_step_bytes // kept.min_kept_steps
+        self._step_loads: RecentlyUsed[StepLoads] = RecentlyUsed(
+            kept.max_kept_step_bytes, lambda loads: min(_bytes_of_step(loads), largest)
+        )
         self._largest_loads: dict[tuple[str, LoadSplit], TokenLoad] = {}
 
     def of_step(self, split: BatchSplit) -> list[StepLoads]:
@@ -168,6 +175,13 @@ def _num_bytes(batches: Sequence[BatchMeta]) -> int:
     tables = [table for batch in batches for table in (batch, *batch.items.values())]
     columns = (column for table in tables for column in vars(table).values())
     return sum(column.nbytes for column in columns if isinstance(column, np.ndarray))
+
+
+def _bytes_of_step(loads: StepLoads) -> int:
+    """Return the bytes of a step's loads and routes, nearly."""
+    spans = [array for route in loads.routes.values() for array in route.spans.values()]
+    num_entries = len(loads.loads) + len(loads.rows_out)
+    return BYTES_PER_LOAD * num_entries + sum(BYTES_PER_ROUTE + array.nbytes for array in spans)
 
 
 def _llm_loads(split: UnitSplit, batches: Sequence[BatchMeta]) -> LoadArrays:

@@ -44,9 +44,9 @@ class SpanRecompute:
         # Few spans need some recomputation and fit with it; only for these the seconds are worked out.
         some = np.nonzero(needs_some & (excess <= saved))
         seconds[some] = span_recompute(
-            self.saved_of_kind[chunk[some]],
+            self.saved_of_kind.T.take(chunk[some], axis=1),
             self.seconds_of_kind,
-            self.num_of_kind_until[hi[some]] - self.num_of_kind_until[lo[some]],
+            self.num_of_kind_until.T.take(hi[some], axis=1) - self.num_of_kind_until.T.take(lo[some], axis=1),
             excess[some],
         )
         return seconds

@@ -107,7 +107,8 @@ class EvaluationBudget:
     max_kept_batch_bytes: int = 64_000_000  # samples and items of the sampled batches, as splits arrange them
     max_kept_load_bytes: int = 128_000_000  # loads of every microbatch of a unit
     max_kept_time_bytes: int = 128_000_000  # seconds of layers for every microbatch
-    max_kept_steps: int = 6  # loads and routes of whole batches, or of one replica group
+    max_kept_step_bytes: int = 64_000_000  # loads and routes of whole batches, or of one replica group, ...
+    min_kept_steps: int = 6  # ... and so many of them however large: those of two layouts
     max_kept_order_actions: int = 1_000_000  # of the orders of compute that estimates share; some 100 bytes each
     max_kept_program_actions: int = 200_000  # of programs simulated before, whose actions take some 500 bytes each
 
