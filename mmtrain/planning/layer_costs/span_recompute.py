@@ -59,9 +59,21 @@ class SpanRecompute:
         return np.asarray(least <= self.limit_bytes * (1 + ROUNDING))
 
     def of_partitions(self, partitions: IntArray) -> FloatArray:
-        """Return (n, chunks) seconds of recomputation of each chunk under n partitions, (n, chunks + 1)."""
-        lo, hi = partitions[:, :-1], partitions[:, 1:]
-        return self.seconds(np.arange(lo.shape[1]), lo, hi)
+        """Return (n, chunks) seconds of recomputation of each chunk under n partitions, (n, chunks + 1).
+
+        Partitions near an anchor have few bounds of each chunk, so that seconds are worked out for pairs of bounds.
+        """
+        chunk, num_layers = np.arange(partitions.shape[1] - 1), len(self.state_until) - 1
+        first, last = partitions.min(axis=0, initial=num_layers), partitions.max(axis=0, initial=0)
+        width = int((last - first).max()) + 1
+        if not 0 < width * width <= len(partitions):
+            return self.seconds(chunk, partitions[:, :-1], partitions[:, 1:])
+        shifts = np.arange(width)
+        lo = np.minimum(first[:-1, None, None] + shifts[:, None], num_layers)
+        hi = np.minimum(first[1:, None, None] + shifts, num_layers)
+        shift = partitions - first
+        of_pairs = self.seconds(chunk[:, None, None], lo, hi)
+        return np.asarray(of_pairs[chunk, shift[:, :-1], shift[:, 1:]])
 
 
 def prefix_sums(values: FloatArray) -> FloatArray:
