@@ -96,18 +96,22 @@ def feature_runs(
     """Return the runs of features of one item that go to one replica of the LLM, item after item.
 
     Returns (P,) each: the item's row in `items`, the slot of the replica's microbatch, and the features of the run.
+
+    It deals out features as `owners_of_features`, by the bounds of each rank's share: a long video has millions.
     """
     ranks = np.full(len(meta.tokens), CUT, dtype=np.int64)
     for (d, i), split in splits.items():
         ranks[meta.microbatch(d, i)] = ranks_of_whole(split)
-    owners = owners_of_features(num_features_of_samples(items, len(ranks)), ranks, mesh.cp)
+    num_features, edges = num_features_of_samples(items, len(ranks))[:, None], np.arange(mesh.cp + 1)
+    # (S, cp + 1) the features of a sample before each rank's share.
+    bounds = np.where(ranks[:, None] == CUT, num_features * edges // mesh.cp, num_features * (edges > ranks[:, None]))
     by_sample = np.lexsort((items.position, items.sample))
-    item = np.repeat(by_sample, items.features[by_sample])
+    before = np.empty(len(by_sample), dtype=np.int64)  # features of all samples, in order, before each item
+    before[by_sample] = np.cumsum(items.features[by_sample]) - items.features[by_sample]
+    offset = (before - (np.cumsum(num_features) - num_features[:, 0])[items.sample])[:, None]
+    of_item = bounds[items.sample]
+    lengths = np.minimum(offset + items.features[:, None], of_item[:, 1:]) - np.maximum(offset, of_item[:, :-1])
+    item, rank = np.nonzero(lengths > 0)
     sample = items.sample[item]
-    slot = (meta.replica[sample] * mesh.cp + owners) * mesh.num_microbatches + meta.index[sample]
-    is_first = np.ones(len(item), dtype=bool)
-    is_first[1:] = (np.diff(item) != 0) | (np.diff(slot) != 0)
-    starts = np.flatnonzero(is_first)
-    lengths = np.diff(np.append(starts, len(item)))
-    order = np.argsort(item[starts], kind="stable")
-    return item[starts][order], slot[starts][order], lengths[order]
+    slot = (meta.replica[sample] * mesh.cp + rank) * mesh.num_microbatches + meta.index[sample]
+    return item, slot, lengths[item, rank]
