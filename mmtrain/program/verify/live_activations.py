@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from mmtrain.program.ir.actions import Action, Backward, Compute, Forward
+from mmtrain.program.ir.actions import Action, Backward, Fill, Forward, Partial
 from mmtrain.program.ir.graph import Microbatch, StageGraph, StageId
 from mmtrain.program.ir.segments import expand, finished_pass, started_pass
 
@@ -27,10 +27,22 @@ def activation_events(graph: StageGraph, actions: Sequence[Action]) -> list[Acti
     stage without backward live during its forward only, those of a stage that reruns its forward during its backward.
     """
     events = []
+    lives: dict[StageId, tuple[bool, bool]] = {}  # whether the stage reruns its forward, and whether it has a backward
     for index, action in enumerate(actions):
+        if isinstance(action, Forward | Backward):  # a short cut for most actions
+            stage = action.stage
+            if stage not in lives:
+                lives[stage] = graph.reruns_forward(stage), graph.needs_backward(stage)
+            reruns, needs_backward = lives[stage]
+            is_backward = isinstance(action, Backward)
+            if is_backward == reruns:
+                events.append(ActivationEvent(index, True, stage, action.mb))
+            if is_backward or not needs_backward:
+                events.append(ActivationEvent(index, False, stage, action.mb))
+            continue
+        if not isinstance(action, Partial | Fill):
+            continue
         for part in expand(graph, action):
-            if not isinstance(part, Compute):
-                continue
             first_pass = Backward if graph.reruns_forward(part.stage) else Forward
             if isinstance(started := started_pass(graph, part), first_pass):
                 events.append(ActivationEvent(index, True, started.stage, started.mb))
