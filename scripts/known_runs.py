@@ -33,6 +33,8 @@ TITAN = Execution(attention_kernel="flash_attn")
 TITAN_EAGER = replace(TITAN, norm_moves=18, rotation_moves=10, activation_extra_moves=2)
 # cuDNN's attention on Hopper: of Transformer Engine (NeMo, Megatron-core, Automodel), XLA, and torch, which prefers it.
 CUDNN_ATTENTION = Execution(attention_kernel="cudnn")
+# Megatron-core with Transformer Engine, and gradients that are added up inside GEMMs.
+MEGATRON_CORE = replace(CUDNN_ATTENTION, fuses_gradients=True)
 # MPT: torch's fused LayerNorm, positions inside attention, AdamW in passes of its own. Its benchmarks take the Triton
 # kernel of FlashAttention by default (submit_benchmarks.py), 1.3 to 2.5 times slower than FlashAttention-2 (arXiv
 # 2307.08691, section 4.1). FSDP of torch 2.0 with `limit_all_gathers`: the host waits for memory of earlier gathers,
@@ -50,30 +52,36 @@ EXECUTIONS: dict[str, Execution] = {
     "own": OWN_RUNTIME,
     "megatron 2021": MEGATRON_2021,
     # Selective recomputation: scores are computed again in backward (Korthikanti et al.).
-    "megatron 2022": replace(MEGATRON_2021, recomputes_attention=True, gradient_bytes=0),
+    "megatron 2022": replace(MEGATRON_2021, recomputes_attention=True, gradient_bytes=0, fuses_gradients=True),
     "torchtitan eager": TITAN_EAGER,
     # Selective checkpointing by operation computes every second GEMM and all element-wise work again.
     "torchtitan eager, selective": replace(TITAN_EAGER, recomputed_gemms=0.5, recomputes_elementwise=True),
     # torch.compile fuses norms, rotation and activation.
     "torchtitan compiled, selective": replace(TITAN, recomputed_gemms=0.5, recomputes_elementwise=True),
     "torchtitan compiled": TITAN,
-    "transformer engine": CUDNN_ATTENTION,
+    "transformer engine": MEGATRON_CORE,
     # NeMo hides tensor-parallel messages by user buffers (`tp_comm_overlap`).
-    "nemo": replace(CUDNN_ATTENTION, user_buffers=True),
-    "nemo, dropout": replace(CUDNN_ATTENTION, user_buffers=True, dropout=True),
-    # LoongForge's multimodal runs: `--no-gradient-accumulation-fusion`, `bias_activation_fusion: False` in encoders.
-    "loongforge": Execution(gradient_bytes=12, activation_extra_moves=2),
+    "nemo": replace(MEGATRON_CORE, user_buffers=True),
+    # GPT 175B: `NVTE_FUSED_ATTN=0` in launch.sh, so FlashAttention-2.
+    "nemo, dropout": replace(MEGATRON_CORE, attention_kernel="flash_attn", user_buffers=True, dropout=True),
+    # LoongForge's tests set NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 (tests/llm_vlm/executor/loongforge/run.sh).
+    "loongforge": replace(OWN_RUNTIME, is_deterministic=True),
+    # Its multimodal runs: `--no-gradient-accumulation-fusion`, `bias_activation_fusion: False` in encoders.
+    "loongforge, encoder": Execution(is_deterministic=True, gradient_bytes=12, activation_extra_moves=2),
     "torch compiled": CUDNN_ATTENTION,
     # KempnerForge: each column-parallel linear gathers its own input. Its profile (benchmarks/profiling) counts 12
     # gathers and 8 scatters of a block whose layers are recomputed, where Megatron-LM has six of each.
-    "kempnerforge": replace(CUDNN_ATTENTION, tp_traffic=20 / 12),
+    # One reduce-scatter of a layer for eight gathers there: four microbatches are added up before (training/grad.py).
+    "kempnerforge": replace(CUDNN_ATTENTION, tp_traffic=20 / 12, reduces_once=True),
+    "kempnerforge, no tp": replace(CUDNN_ATTENTION, reduces_once=True),
     "torch eager": replace(TITAN_EAGER, attention_kernel="cudnn"),
+    "kempnerforge, eager": replace(TITAN_EAGER, attention_kernel="cudnn", reduces_once=True),
     "llm-foundry": FOUNDRY_EAGER,
     # `save_dot_except_mlpwi` computes gate and up projection again, 0.55 of the GEMMs of a block of Llama 2 70B, and
     # all that is no GEMM.
     "maxtext": replace(CUDNN_ATTENTION, recomputed_gemms=0.55, recomputes_elementwise=True, recomputes_attention=True),
     # `save_dot_only` keeps GEMMs alone. Positions are learned.
-    "pax": replace(CUDNN_ATTENTION, rotation_moves=0, recomputes_elementwise=True),
+    "pax": replace(CUDNN_ATTENTION, rotation_moves=0, recomputes_elementwise=True, recomputes_attention=True),
 }
 
 
@@ -86,9 +94,14 @@ HARDWARE: dict[str, Hardware] = {
     # torchtitan: "96GB HBM2e with 2.4 TB/sec peak memory bandwidth".
     "h100 at 500 W": replace(PRESETS["h100-80g-500w"], memory_bytes_per_s=2400 * GB),
     # Of the 18 NVLinks of a GPU, six lead to each of the three others (HGX H200 4-GPU, without NVSwitch): two GPUs have
-    # a third of a GPU's rate between them, four use all of it.
+    # a third of a GPU's rate between them, four use all of it. Between nodes: KempnerForge's profile of 13B on 24 GPUs,
+    # tp 4 (benchmarks/profiling/13b_24gpu_profiling.md), counts 205 fp32 reduce-scatters in 2.95 s, five for each of 40
+    # blocks (84.6 M parameters a rank) and of the rest (328 M): 5/6 of 362 MB in 14.4 ms.
     "h200, 4 a node": replace(
-        PRESETS["h200-141g"], ranks_per_node=4, group_rates=((2, 0.73 / 3, 0.89 / 3), (4, 0.89, 0.96))
+        PRESETS["h200-141g"],
+        ranks_per_node=4,
+        group_rates=((2, 0.73 / 3, 0.89 / 3), (4, 0.89, 0.96)),
+        inter_node=Link(20.9 * GB, 20e-6, 4e-6),
     ),
 }
 

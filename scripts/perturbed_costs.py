@@ -120,6 +120,16 @@ class PerturbedTable:
         """What the layers were measured with."""
         return self.measured.tp_traffic
 
+    @property
+    def gradient_bytes(self) -> int:
+        """What the layers' prices hold."""
+        return self.measured.gradient_bytes
+
+    @property
+    def reduces_once(self) -> bool:
+        """What the layers were measured with."""
+        return self.measured.reduces_once
+
     def seconds(self, work: LayerWork) -> float:
         """Return the seconds that one rank spends on a pass; see `CostModel`."""
         return self._scaled(lambda costs: costs.seconds(work))

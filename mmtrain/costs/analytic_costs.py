@@ -127,6 +127,17 @@ class AnalyticCosts:
         return self.execution.tp_traffic
 
     @property
+    def gradient_bytes(self) -> int:
+        """Bytes for each parameter by which adding up its gradient exceeds writing it, in a layer's own price."""
+        summed = 2 * BYTES_PER_GRADIENT - self.element_bytes if self.execution.fuses_gradients else 0
+        return self.execution.gradient_bytes + summed
+
+    @property
+    def reduces_once(self) -> bool:
+        """Whether sharded layers reduce gradients once in a step, as the framework does it."""
+        return self.execution.reduces_once
+
+    @property
     def element_bytes(self) -> int:
         """Bytes of one activation."""
         return ELEMENT_BYTES[self.precision]
@@ -395,6 +406,8 @@ class AnalyticCosts:
         if not hardware.attention_backward_efficiency:
             return 2 * forward_s
         share = hardware.attention_backward_efficiency * kernel.efficiency(width, keys, causal, is_backward=True)
+        heads = mixer.attention.heads // tp * load.num_sequences
+        share *= self.execution.deterministic_share(heads, hardware.num_multiprocessors)
         backward_s = ATTENTION_BACKWARD_RATIO * flops / (peak * share)
         return backward_s + forward_s * self.execution.recomputes_attention
 
@@ -416,7 +429,7 @@ class AnalyticCosts:
         nbytes = elements * self.element_bytes
         if direction == "backward":
             nbytes *= 2 + execution.recomputes_elementwise
-            nbytes += execution.gradient_bytes * analytic.num_trained_parameters(layer, tp)
+            nbytes += self.gradient_bytes * analytic.num_trained_parameters(layer, tp)
         return nbytes / self.hardware.moved_bytes_per_s + self.activation_again(layer, tp, load, direction)
 
     def activation_again(self, layer: LayerShape, tp: int, load: TokenLoad, kind: ComputeKind) -> float:

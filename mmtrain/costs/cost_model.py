@@ -151,6 +151,16 @@ class CostModel(Protocol):
         """Bytes of a block's tensor-parallel collectives over those of Megatron-LM."""
         ...
 
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes for each parameter that layers' prices hold for adding gradients up; sharded layers leave that out."""
+        ...
+
+    @property
+    def reduces_once(self) -> bool:
+        """Whether sharded layers reduce gradients once in a step; mmtrain does so after every microbatch."""
+        ...
+
     def seconds(self, work: LayerWork) -> float:
         """Return the seconds that one rank spends on a layer's pass.
 

@@ -24,6 +24,8 @@ class Execution:
     fused_attention: bool = True  # FlashAttention; else each head's scores pass through memory
     attention_kernel: str = ""  # one of the backends whose rates the hardware has; else the one that it assumes
     attention_slowdown: float = 1.0  # seconds of its attention kernel over those of that one
+    # FlashAttention-2 adds up gradients of queries in a fixed order (`deterministic`): see `deterministic_share`.
+    is_deterministic: bool = False
     dropout: bool = False  # on attention scores and on both outputs of a block
     norm_moves: int = _FUSED_NORM_MOVES
     rotation_moves: int = _FUSED_ROTATION_MOVES
@@ -36,12 +38,15 @@ class Execution:
     # gradient, weight and two moments and writes all four, the gradient since it clips it on the way.
     optimizer_bytes: int = 4 * (1 + 4 + 4)
     overlaps_shards: bool = True  # FSDP gathers and reduces a layer while it computes the next
+    reduces_once: bool = False  # FSDP adds up whole gradients, and only the last microbatch's backward reduces them
     copies_shards: bool = True  # FSDP2 copies out of and into buffers; FSDP1 keeps a layer's weights in one flat buffer
     tp_traffic: float = 1.0  # bytes of a block's tensor-parallel collectives over those of Megatron-LM
     # With sequence parallelism, gathers and reduce-scatters of a TP group go round its ranks in parts, each beside the
     # GEMM of another part (Transformer Engine's user buffers, `tp_comm_overlap` of Megatron-LM and NeMo).
     user_buffers: bool = False
     gradient_bytes: int = 0  # per parameter and microbatch, where a kernel of its own adds gradients up
+    # The GEMM of a weight's gradient adds it to an fp32 sum: it reads and writes the sum behind its arithmetic.
+    fuses_gradients: bool = False
 
     def extra_elements(self, layer: LayerShape, tokens: int, tp: int) -> float:
         """Return how many numbers a forward of `layer` moves more than with everything fused, on one of `tp` ranks."""
@@ -53,9 +58,22 @@ class Execution:
         split = rotated * (self.rotation_moves - _FUSED_ROTATION_MOVES) + ffn * self.activation_extra_moves
         return tokens * (whole * layer.hidden + split / tp)
 
+    def deterministic_share(self, heads: int, multiprocessors: int) -> float:
+        """Return the share of a fused backward's rate that is left where its order is fixed, for heads of all samples.
+
+        Only so many blocks of threads run for a head that every multiprocessor has one, and all are equally long. The
+        last wave leaves the rest of the GPU idle (`gridDimx` in csrc/flash_attn/src/flash_bwd_launch_template.h of
+        Dao-AILab/flash-attention). For 32 heads of 8,192 tokens on an H100 it is 0.61 of 290 TFLOP/s. Measured are 166
+        (#1893 there).
+        """
+        if not (self.is_deterministic and self.fused_attention and multiprocessors and heads):
+            return 1.0
+        blocks = -(-multiprocessors // heads) * heads
+        return blocks / (-(-blocks // multiprocessors) * multiprocessors)
+
     def score_moves(self) -> float:
         """Return how often attention without fusion moves its scores in forward."""
         return _PRODUCT_MOVES + _SOFTMAX_MOVES + _DROPOUT_MOVES * self.dropout
 
 
-OWN_RUNTIME = Execution()
+OWN_RUNTIME = Execution(fuses_gradients=True)

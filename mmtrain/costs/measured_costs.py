@@ -146,6 +146,16 @@ class MeasuredCosts:
         """Return 1: tables are of mmtrain's own layers, which move what Megatron-LM moves."""
         return 1.0
 
+    @property
+    def gradient_bytes(self) -> int:
+        """Return 0: what layers were measured with is not told apart."""
+        return 0
+
+    @property
+    def reduces_once(self) -> bool:
+        """Return False: mmtrain reduces gradients of sharded layers after every microbatch."""
+        return False
+
     def seconds(self, work: LayerWork) -> float:
         """Return the seconds that one rank spends on a pass; see `CostModel`.
 

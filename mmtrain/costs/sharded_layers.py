@@ -52,7 +52,7 @@ class ShardedLayers:
 
         is_last: whether no other backward of the step follows.
         """
-        if not layer.trainable:
+        if not layer.trainable or (self.costs.reduces_once and not is_last):
             return 0.0
         count = num_trained_parameters(layer, self.tp)
         seconds = self._reduction.seconds(count, self._copy)
@@ -81,11 +81,12 @@ class ShardedLayers:
         if not layer.trainable:
             return 0.0
         count = num_trained_parameters(layer, self.tp)
-        nbytes = float(self.element_bytes + BYTES_PER_GRADIENT) * count
+        # A layer's price holds that GEMMs add to a sum in fp32. Where it is sharded, they write what is copied here.
+        nbytes = float(self.element_bytes + BYTES_PER_GRADIENT - self.costs.gradient_bytes) * count
         if self.shard == 1:  # FSDP2 divides by 1 and copies once more where nothing travels
             nbytes += 4 * BYTES_PER_GRADIENT * count
         if not is_first:
-            nbytes += 3 * BYTES_PER_GRADIENT * count / self.shard
+            nbytes += 3 * BYTES_PER_GRADIENT * (count if self.costs.reduces_once else count / self.shard)
         return self.costs.shard_copies(nbytes, _REDUCE_KERNELS)
 
     def rounded_copies_seconds(self, layer: LayerShape) -> float:

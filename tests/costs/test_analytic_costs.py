@@ -11,7 +11,7 @@ from mmtrain.costs import layer_arithmetic as analytic
 from mmtrain.costs.block_pieces import collective_kinds
 from mmtrain.costs.cost_model import LayerWork, PassDirection, TokenSplit
 from mmtrain.costs.framework import OWN_RUNTIME, Execution
-from mmtrain.costs.hardware import GEMM_TILE_ELEMENTS
+from mmtrain.costs.hardware import GEMM_TILE_ELEMENTS, Precision
 from mmtrain.models.shapes.layer_shape import BLOCK_PIECES, MLP_CHUNK_TOKENS, Attention, DenseMlp, LayerShape
 from tests.models.factory import settings, shape_of
 
@@ -96,9 +96,9 @@ def test_the_last_wave_of_tiles_costs_half_a_wave(name: str) -> None:
 def test_what_a_framework_does_not_fuse_passes_through_memory(execution: Execution, seconds: float) -> None:
     hardware = preset("h100-80g")
     block = LayerShape("decoder_block", hidden=64, out=64, mixer=Attention(4, 4, 16), mlp=DenseMlp(256))
-    own, other = (AnalyticCosts(hardware, "bf16", e) for e in (OWN_RUNTIME, execution))
+    fused, other = (AnalyticCosts(hardware, "bf16", e) for e in (Execution(), execution))
     added = [
-        other.seconds(LayerWork(block, 1, LOAD, kind)) - own.seconds(LayerWork(block, 1, LOAD, kind))
+        other.seconds(LayerWork(block, 1, LOAD, kind)) - fused.seconds(LayerWork(block, 1, LOAD, kind))
         for kind in ("forward", "backward")
     ]
     assert added[0] == pytest.approx(seconds * 64 / hardware.moved_bytes_per_s)
@@ -111,10 +111,45 @@ def test_backward_computes_again_what_the_framework_did_not_keep() -> None:
     forward_s = AnalyticCosts(hardware, "bf16").pieces(LayerWork(block, 1, LOAD, "forward"))
     again = Execution(recomputed_gemms=1.0, recomputes_elementwise=True, recomputes_attention=True)
     kept_s, again_s = (
-        AnalyticCosts(hardware, "bf16", e).seconds(LayerWork(block, 1, LOAD, "backward")) for e in (OWN_RUNTIME, again)
+        AnalyticCosts(hardware, "bf16", e).seconds(LayerWork(block, 1, LOAD, "backward")) for e in (Execution(), again)
     )
     starts_s = 20 * hardware.kernel_launch_s  # recomputation is not charged with starting kernels
     assert again_s - kept_s == pytest.approx(sum(map(sum, forward_s)) - starts_s)
+
+
+@pytest.mark.parametrize(("precision", "bytes_of_weight"), [("bf16", 4 + 4 - 2), ("fp32", 4 + 4 - 4)])
+def test_a_gradient_added_to_an_fp32_sum_reads_and_writes_the_sum(precision: Precision, bytes_of_weight: int) -> None:
+    """Only where weights train, and as much for few tokens as for many."""
+    hardware = preset("h100-80g")
+    block = LayerShape("decoder_block", hidden=64, out=64, mixer=Attention(4, 4, 16), mlp=DenseMlp(256))
+    fused, written = (AnalyticCosts(hardware, precision, e) for e in (Execution(fuses_gradients=True), Execution()))
+    for tokens in (1, 4096):
+        work = LayerWork(block, 1, TokenLoad.of(np.array([tokens])), "backward")
+        added_s = fused.seconds(work) - written.seconds(work)
+        expected_s = bytes_of_weight * analytic.num_parameters(block, 1) / hardware.moved_bytes_per_s
+        assert added_s == pytest.approx(expected_s)
+        frozen = work._replace(layer=replace(block, trainable=False))
+        assert fused.seconds(frozen) == written.seconds(frozen)
+
+
+def test_a_fixed_order_of_gradients_leaves_multiprocessors_idle() -> None:
+    """32 heads on 132 multiprocessors: 160 blocks of threads in two waves. 132 heads fill one wave."""
+    fixed = Execution(is_deterministic=True)
+    assert fixed.deterministic_share(32, 132) == pytest.approx(160 / 264)
+    assert fixed.deterministic_share(132, 132) == Execution().deterministic_share(32, 132) == 1.0
+    # Measured with two samples of 8,192 tokens: 166 TFLOP/s (Dao-AILab/flash-attention#1893).
+    hardware = replace(preset("h100-80g"), power_watts=0, training_watts=0)
+    block = LayerShape(
+        "decoder_block", hidden=2048, out=2048, mixer=Attention(16, 16, 128, causal=True), mlp=DenseMlp(8192)
+    )
+    load = TokenLoad.of(np.array([8192] * 2))
+    orders = (Execution(attention_kernel="flash_attn"), replace(fixed, attention_kernel="flash_attn"))
+    free_s, fixed_s = (
+        AnalyticCosts(hardware, "bf16", e).seconds(LayerWork(block, 1, load, "backward")) for e in orders
+    )
+    flops = 2.5 * 4 * 2 * (8192**2 / 2) * 2048
+    attention_s = (fixed_s - free_s) / (1 - 160 / 264)
+    assert flops / attention_s / 1e12 == pytest.approx(166, rel=0.1)
 
 
 @pytest.mark.parametrize("gb_per_s", [5.0, 60.0, 450.0])
@@ -125,7 +160,7 @@ def test_user_buffers_hide_what_goes_round_the_ranks_beside_gemms(direction: Pas
     hardware = replace(hardware, intra_node=replace(hardware.intra_node, bytes_per_s=gb_per_s * 1e9))
     block = LayerShape("decoder_block", hidden=2048, out=2048, mixer=Attention(16, 16, 128), mlp=DenseMlp(8192))
     work = LayerWork(block, tp, TokenLoad.of(np.array([4096])), direction, split=TokenSplit(True))
-    own, hiding = (AnalyticCosts(hardware, "bf16", e) for e in (OWN_RUNTIME, Execution(user_buffers=True)))
+    own, hiding = (AnalyticCosts(hardware, "bf16", e) for e in (OWN_RUNTIME, replace(OWN_RUNTIME, user_buffers=True)))
     nbytes = work.load.tokens * block.hidden * 2
     saved_s = 0.0
     for piece, kind in collective_kinds(direction, sp=True).items():
@@ -181,7 +216,7 @@ def test_collectives_take_the_time_of_their_rings() -> None:
 
 
 def test_a_head_that_computes_by_chunks_has_its_gradients_in_forward() -> None:
-    costs = AnalyticCosts(preset("h100-80g"), "bf16")
+    costs = AnalyticCosts(preset("h100-80g"), "bf16", Execution())
     head = LayerShape("head", hidden=1536, out=1536, vocab=151_936, rms_norm=True)
     frozen = replace(head, trainable=False)
     at_once, by_chunks = (TokenLoad(8192, 8192**2, 8192, 1, targets=targets) for targets in (1024, 8192))

@@ -33,6 +33,8 @@ class LayerCosts:
 
     source: str = "given: round numbers"
     sums_on_the_way: bool = False
+    reduces_once: bool = False
+    gradient_bytes: int = 0
 
     def seconds(self, work):
         per_token_s = {"forward": 1.0, "backward": 2.0 + work.input_grad, "recompute": 10.0}[work.kind]
