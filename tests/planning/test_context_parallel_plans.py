@@ -196,12 +196,14 @@ def test_rings_go_between_nodes() -> None:
     assert DEFAULT_BUDGET.meshes.min_tokens_per_cp_rank * 8 == LONG
 
 
-def test_sharing_is_suggested_where_nothing_fits_without_it() -> None:
-    degrees: dict[str, Any] = {"tp": 1, "pp": 1, "recompute": "all"}
+@pytest.mark.parametrize("placement", ["unified", "replicated"])
+def test_sharing_is_suggested_where_nothing_fits_without_it(placement: str) -> None:
+    degrees: dict[str, Any] = {"placement": placement, "tp": 1, "pp": 1, "recompute": "all"}
     alone = planned(long_recipe(cp=1, **degrees))
     least_gib = max(alone.predicted.peak_memory_gib.values())
     with pytest.raises(PlanError, match=r"Any one of these makes room: .*parallel\.llm\.cp: \d") as error:
         planned(long_recipe(memory_gib=0.7 * least_gib, cp=1, **degrees))
     cp = int(str(error.value).split("parallel.llm.cp: ")[1][0])
     plan = planned(long_recipe(memory_gib=0.7 * least_gib, cp=cp, **degrees))
+    assert plan.placement == placement
     assert plan.units[LLM].cp == cp

@@ -1,6 +1,7 @@
 """The replicated placement: what a pass of sharded units takes, how steps are dispatched, and when it is chosen."""
 
 import re
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from mmtrain.models.shapes.model_shape import build_model_shape
 from mmtrain.planning.advise.finish import stage_balance
 from mmtrain.planning.artifact.balancing_targets import derive_step_targets
 from mmtrain.planning.artifact.graph_memory import MemoryPhase, memory_phases, schedule_in_flight
-from mmtrain.planning.artifact.plan import Plan
+from mmtrain.planning.artifact.plan import AS_FAST_RATIO, Plan
 from mmtrain.planning.artifact.plan_change import plan_layout
 from mmtrain.planning.artifact.plan_graph import stage_graph
 from mmtrain.planning.evaluate.evaluator import Evaluator
@@ -30,6 +31,7 @@ from mmtrain.planning.layer_costs.layer_costs import LayerCosts
 from mmtrain.planning.planner import plan
 from mmtrain.planning.search.replicated import ReplicatedStrategy, shard_sizes
 from mmtrain.planning.space.budget import DEFAULT_BUDGET
+from mmtrain.planning.space.candidate import Candidate, MeshAssignment
 from mmtrain.planning.space.problem import PlanRequest
 from mmtrain.planning.space.sample_batches import batch_split_of
 from mmtrain.program import Backward, Forward, Microbatch, StageId, build_program, simulate
@@ -647,6 +649,42 @@ def test_weights_that_stay_whole_through_a_step_are_planned_by_name(shard: str |
     assert kinds["optimizer"] == kinds_of_sharded["optimizer"]
     assert Plan.model_validate_json(kept.model_dump_json()) == kept
     assert "keeps_weights" not in sharded.model_dump_json()
+
+
+@pytest.mark.parametrize(
+    ("parallel", "tried"),
+    [
+        ({"placement": "auto"}, {"zero 1", "zero 3"}),  # the fastest has shards of one rank, which gather nothing
+        ({"placement": "replicated"}, {"zero 3"}),  # which stands for FSDP
+    ],
+)
+def test_less_is_sharded_only_where_the_placement_is_open(
+    monkeypatch: pytest.MonkeyPatch, parallel: dict[str, Any], tried: set[str]
+) -> None:
+    """They are tried once, in the place of the fastest, and are left where they are no faster."""
+    recipe = factory.recipe(parallel=parallel, global_batch=32)
+    problem = formulate_problem(recipe, _lopsided(), world_size=16, hardware="h100-80g", recipe_sha256="x")
+    simulated: list[Candidate] = []
+    simulate_one = Evaluator.simulate
+
+    def noting(evaluator: Evaluator, candidate: Candidate) -> Candidate:
+        simulated.append(candidate)
+        return simulate_one(evaluator, candidate)
+
+    monkeypatch.setattr(Evaluator, "simulate", noting)
+    candidates = ReplicatedStrategy().search(Evaluator(problem), None).results.candidates
+    kinds = Counter(_sharded(candidate.assignment) for candidate in simulated)
+    assert set(kinds) == tried
+    assert all(kinds[kind] == 1 for kind in tried - {"zero 3"})
+    fully = min(c.step_time_s for c in candidates if _sharded(c.assignment) == "zero 3")
+    less = [c.step_time_s for c in candidates if _sharded(c.assignment) != "zero 3"]
+    assert all(seconds * AS_FAST_RATIO < fully for seconds in less)
+
+
+def _sharded(assignment: MeshAssignment) -> str:
+    if assignment.shard is None:
+        return "zero 1"
+    return "zero 2" if assignment.keeps_weights else "zero 3"
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "encoder_first"])

@@ -201,7 +201,8 @@ def test_missing_settings_say_what_they_are(write: Write) -> None:
         (["parallel.placement=colocated", "parallel.vision.vpp=2"], "parallel.vision.vpp: found 2, allowed: 1"),
         (
             ["parallel.placement=replicated", "parallel.llm.tp=2", "parallel.vision.tp=1"],
-            "parallel.vision.tp: 1 differs from parallel.llm.tp 2; in `replicated` all units have one tp",
+            "parallel.vision.tp: 1 differs from parallel.llm.tp 2; in `replicated` a TP group runs every unit, so all "
+            "have one tp: set both to 2 or to 1, leave one out, or let parallel.placement be unified",
         ),
         (["parallel.placement=colocated", "parallel.llm.cp=2"], "parallel.llm.cp: found 2, allowed in"),
         (["parallel.llm={cp: 1, cp_method: ring}"], "parallel.llm.cp_method: found ring with parallel.llm.cp 1"),

@@ -131,7 +131,10 @@ def _suggest_shared_sequences(evaluator: Evaluator, assignments: Sequence[MeshAs
         choices = unit_choices(recipe, problem.shape, ranks_per_node, budget.meshes)
         possible = possible_assignments(evaluator, choices, problem.cluster.num_ranks)
         sharing = (assignment for assignment in possible if assignment.placement in placements)
-        if _fits(evaluator, list(islice(sharing, budget.explanations.max_meshes_scanned))):
+        constraints = replace(problem.constraints, choices=choices)
+        changed = evaluator_of_changed(replace(problem, recipe=recipe, constraints=constraints), evaluator)
+        to_try = list(islice(sharing, budget.explanations.max_meshes_scanned))
+        if _fits(evaluator, to_try) or replicated_fits(changed):
             yield f"parallel.llm.cp: {cp}"
             return
 
@@ -267,7 +270,7 @@ def suggest_replicated_settings(evaluator: Evaluator) -> Iterator[str]:
             for size in shard_sizes(mesh.num_replicas, max(per_node // mesh.tp, 1))
         }
         values["shard"] = [size for size in sorted(sizes) if size > parallel.shard]
-    if parallel.zero < 3:
+    if parallel.zero != "auto":
         values["zero"] = [zero for zero in (2, 3) if zero > parallel.zero]
     if parallel.exchange == "all_gather":
         values["exchange"] = ["all_to_all"]

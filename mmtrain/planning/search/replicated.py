@@ -5,7 +5,8 @@ whose items are balanced over the ranks (OrchMLLM, arXiv 2503.23830), and in whe
 where memory demands it. In every layer all ranks wait for the slowest, so a pass is simulated for all of them together.
 With `parallel.zero: 2` the weights are gathered once a step and stay whole, so that shards save gradients and optimizer
 state alone, and gathers are few. With `parallel.zero: 1` every rank holds whole weights, as replicas in `unified` do,
-and runs its passes by itself.
+and runs its passes by itself. With `placement: auto` both are tried in the place of the fastest plan of `zero: 3`
+alone, since what they spare hardly depends on the rest.
 
 With tensor parallelism inside (as torchtitan's 2D parallelism, arXiv 2410.06511) a TP group takes the place of a rank:
 it runs every unit, and the ranks at one place of all groups share what that place holds. With context parallelism
@@ -18,6 +19,7 @@ weights and waits for the slowest rank once. So we take the fewest that fit, unl
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 
 from mmtrain.errors import PlanError
@@ -73,6 +75,7 @@ class ReplicatedStrategy:
                     break
             if progress is not None:
                 progress(num_done, len(alternatives))
+        simulated += _faster_less_sharded(simulated, evaluator)
         closest_first = sorted(rejected, key=lambda loser: loser.need_gib or math.inf)
         return DecidedSearch(SearchResults(tuple(simulated), tuple(closest_first)).merged())
 
@@ -122,6 +125,31 @@ def _allowed_sizes(llm: MeshSize, problem: PlanningProblem) -> Sequence[int | No
         return shard_sizes(num_replicas, max(problem.hardware.ranks_per_node // llm.tp, 1))
     fixed = num_replicas if parallel.shard == "all" else parallel.shard
     return [fixed] if num_replicas % fixed == 0 else []
+
+
+def _faster_less_sharded(simulated: Sequence[Candidate], evaluator: Evaluator) -> list[Candidate]:
+    """Simulate the fastest candidate with less that is sharded; return what is faster by more than plans count."""
+    if not simulated:
+        return []
+    fastest = min(simulated, key=lambda candidate: candidate.step_time_s)
+    less_sharded = _less_sharded(fastest.assignment, evaluator.problem)
+    fits = (fit_replicated(evaluator.enumerated(assignment), evaluator) for assignment in less_sharded)
+    others = (evaluator.simulate(fit) for fit in fits if isinstance(fit, Candidate))
+    return [other for other in others if other.step_time_s * AS_FAST_RATIO < fastest.step_time_s]
+
+
+def _less_sharded(fastest: MeshAssignment, problem: PlanningProblem) -> Iterator[MeshAssignment]:
+    """Yield the fastest assignment with weights that stay gathered through a step, and with whole weights.
+
+    There is neither where the recipe names the placement, which stands for sharded weights, or what is sharded.
+    """
+    parallel = problem.recipe.parallel
+    is_open = (parallel.placement, parallel.zero, parallel.shard) == ("auto",) * 3
+    if not is_open or fastest.meshes[LLM].num_replicas == 1:
+        return
+    if fastest.shard is not None and fastest.shard > 1:
+        yield replace(fastest, keeps_weights=True)
+    yield replace(fastest, shard=None)
 
 
 def _shards_that_do_not_divide(problem: PlanningProblem) -> str:

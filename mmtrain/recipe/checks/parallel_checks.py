@@ -93,7 +93,7 @@ def check_placement(recipe: Recipe) -> Iterator[Problem]:
     """The placement suits the model's units and their fixed parallel degrees."""
     placement = recipe.parallel.placement
     path = ("parallel", "placement")
-    defaults = {"shard": "auto", "zero": 3, "dispatch": "auto", "exchange": "all_to_all", "schedule": "auto"}
+    defaults = {"shard": "auto", "zero": "auto", "dispatch": "auto", "exchange": "all_to_all", "schedule": "auto"}
     for name, default in defaults.items():
         value = getattr(recipe.parallel, name)
         if value != default and placement != "replicated":
@@ -177,7 +177,10 @@ def _check_replicated(recipe: Recipe) -> Iterator[Problem]:
     for name, tp in fixed_tp.items():
         if tp != (common := next(iter(fixed_tp.values()))):
             first = dotted_unit(next(iter(fixed_tp)))
-            text = f"{tp} differs from parallel.{first}.tp {common}; in `replicated` all units have one tp"
+            text = (
+                f"{tp} differs from parallel.{first}.tp {common}; in `replicated` a TP group runs every unit, so all "
+                f"have one tp: set both to {common} or to {tp}, leave one out, or let parallel.placement be unified"
+            )
             yield Problem(("parallel", *unit_path(name), "tp"), text)
     yield from _check_shard(recipe, next(iter(fixed_tp.values()), 1))
 
