@@ -285,6 +285,26 @@ def test_every_layout_answers_as_the_naive_loop(size: int, request: pytest.Fixtu
                 assert max(held) < case.num_params, f"{name}: no rank holds the whole model"
 
 
+@pytest.mark.slow
+def test_ranks_that_share_a_copy_answer_as_the_naive_loop(seeing: Case) -> None:
+    """Shards (`replicated`), whole, and with tensor or context parallelism inside."""
+    degrees = {"alone": {}, "tp": {"tp": 2}, "cp": {"cp": 2}, "ring": {"cp": 2, "method": "ring", "split": "even"}}
+    layouts, names = [], []
+    for name, sizes in degrees.items():
+        ranks, inside = (0, 1, 2, 3), 2 if sizes else 1
+        meshes = {
+            "vision": Mesh((), ranks, tp=sizes.get("tp", 1), dp=4 // sizes.get("tp", 1)),
+            "llm": Mesh((), ranks, dp=4 // inside, **sizes),
+        }
+        for shard in (2, None) if "tp" in sizes else (2, 4, None):
+            layouts.append(plan(seeing.settings, shard=shard, dispatch="llm", **meshes).units)
+            names.append(f"{name}, shard {shard}")
+    for rank, outcomes in enumerate(run_ranks(4, seeing.on_rank, layouts)):
+        for name, (answers, single, _) in zip(names, outcomes, strict=True):
+            assert answers == seeing.expected, f"rank {rank}: {name}"
+            assert single == seeing.expected[3:4], f"rank {rank}: {name}"
+
+
 def _alone(case: Case) -> tuple[QuestionAnswerer, DataIndex]:
     ParallelGroups.single()
     layout = plan(case.settings, **LAYOUTS["one rank"][1]).units
