@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from mmtrain.data.synthetic.demo import generate_demo
 from mmtrain.recipe import load_recipe
-from scripts.bench_known import Comparison, errors_of, predicted_seconds, write_recipe
-from scripts.known_runs import MAX_QUOTATION, KnownRun, known_runs
+from scripts.bench_known import Comparison, errors_of, own_seconds, predicted_seconds, write_recipe
+from scripts.known_runs import MAX_QUOTATION, KnownRun, known_runs, own_runs
 
 # Runs that only judge. A new run joins the half that the hash of its name says. None changes its half: not by hand, and
 # not by a new name.
@@ -146,3 +147,21 @@ def test_a_share_of_recomputed_layers_lies_between_none_and_all() -> None:
     )
     assert half == pytest.approx((none + everything) / 2)
     assert none < half < everything
+
+
+def test_own_runs_are_predicted_by_the_table_that_plans_read(tmp_path: Path) -> None:
+    generate_demo(tmp_path / "demo-data", seed=0, train=40, heldout=4)
+    seconds = {run.placement: own_seconds(run, tmp_path) for run in own_runs()}
+    assert seconds.keys() == {"disaggregated", "unified", "replicated"}
+    assert len(set(seconds.values())) == 3, "each placement is planned"
+    assert all(0.01 < step_s < 1 for step_s in seconds.values())
+
+
+def test_links_of_a_run_are_those_of_its_profile() -> None:
+    """KempnerForge's: 205 reduce-scatters in fp32, of 40 blocks and of what lies outside, on each of six nodes."""
+    run = run_named("KempnerForge 70B, tp 4 x FSDP 8, on 32 H200")
+    blocks = 40 * (2 * 5120**2 + 2 * 5120 * 1024 + 3 * 5120 * 17920 + 2 * 5120) / 4
+    outside = (2 * 128256 * 5120 + 5120) / 4
+    sent = 5 * 4 * (blocks + outside) * 5 / 6
+    assert run.hardware.inter_node.bytes_per_s == pytest.approx(sent / 2.9534, rel=0.01)
+    assert run.execution.reduces_once
