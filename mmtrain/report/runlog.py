@@ -1,16 +1,15 @@
-"""The log of a run on disk: `metrics.jsonl` and TensorBoard events, with each step once even if the run resumes.
+"""The log of a run on disk: `metrics.jsonl` and the answers, with each step once even if the run resumes.
 
 The last line of the log says how fast the run was, what it kept of text-only efficiency, and what it cost.
 """
 
-import contextlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from mmtrain.durable_files import cut_log, read_log
+from mmtrain.durable_files import append_line, cut_log, read_log
 from mmtrain.planning.artifact.plan import Plan
 from mmtrain.recipe.settings.parallel_settings import ClusterSettings
 from mmtrain.report.logged_totals import measured_phases
@@ -18,10 +17,10 @@ from mmtrain.report.metrics_record import StepMetrics, compact_number
 from mmtrain.report.plain_text import seconds_text
 from mmtrain.report.report_contents import steady_medians
 from mmtrain.report.run_cost import RunCost
+from mmtrain.report.scalars import NOT_CURVES
 
 METRICS_FILE = "metrics.jsonl"
-TENSORBOARD_FOLDER = "tensorboard"
-NOT_CURVES = ("step", "slow_ranks", "bound_sample")
+ANSWERS_FILE = "answers.jsonl"  # the answers to held-out questions, by step
 
 
 class RunLog:
@@ -39,50 +38,35 @@ class RunLog:
             return
         run_dir.mkdir(parents=True, exist_ok=True)
         last_step_s = time_of_last_step(run_dir)
-        cut_log(run_dir / METRICS_FILE, lambda step: step["step"] < first_step, notify, _is_step)
+        cut_log(run_dir / METRICS_FILE, lambda step: step["step"] < first_step, notify, is_step)
+        cut_log(run_dir / ANSWERS_FILE, lambda entry: entry["step"] < first_step, notify, has_answers)
         self._lines = (run_dir / METRICS_FILE).open("a", encoding="utf-8")
         if last_step_s is not None:
             os.utime(run_dir / METRICS_FILE, (last_step_s, last_step_s))
-        self._events = _Events(run_dir / TENSORBOARD_FOLDER, first_step)
 
     def step(self, metrics: StepMetrics) -> None:
         """Log one step. The line is flushed at once, so that a killed process loses none.
 
         Raises OSError when the disk is full. The line stays buffered and is written with the next one for which there
-        is room; TensorBoard misses the steps in between.
+        is room.
         """
         if not self._enabled:
             return
-        values = metrics.to_json()
-        try:
-            self._lines.write(json.dumps(values, allow_nan=False) + "\n")
-            self._lines.flush()
-        finally:
-            time_s = values.pop("time_s")
-            edges = values.pop("edges")
-            sources = values.pop("sources", {})
-            dispatch = values.pop("dispatch", {"phases": {}})
-            scalars = {f"train/{name}": value for name, value in values.items() if name not in NOT_CURVES}
-            scalars |= {f"time_s/{name}": value for name, value in time_s.items()}
-            for edge, edge_values in edges.items():
-                scalars |= {f"edge_{name}/{edge}": value for name, value in edge_values.items()}
-            for source, source_values in sources.items():
-                scalars |= {f"source_{name}/{source}": value for name, value in source_values.items()}
-            for unit, load in dispatch.pop("phases").items():
-                scalars |= {f"phase_{name}/{unit}": value for name, value in load.items()}
-            for unit, volume in dispatch.pop("off_node", {}).items():
-                scalars |= {f"off_node_{name}/{unit}": value for name, value in volume.items()}
-            scalars |= {f"dispatch/{name}": value for name, value in dispatch.items()}
-            self._events.add(metrics.step, scalars)
+        self._lines.write(json.dumps(metrics.to_json(), allow_nan=False) + "\n")
+        self._lines.flush()
+
+    def answers(self, step: int, answers: Sequence[Mapping[str, Any]]) -> None:
+        """Log answers to held-out questions before the step after which they were given. Raises OSError."""
+        if self._enabled:
+            append_line(self._run_dir / ANSWERS_FILE, json.dumps({"step": step, "answers": list(answers)}))
 
     def steps(self) -> list[dict[str, Any]]:
         """Return all steps that the run has logged so far; empty on other ranks than the one that logs."""
         return read_metrics(self._run_dir) if self._enabled else []
 
     def close(self) -> None:
-        """Write what TensorBoard still buffers."""
+        """Close the file."""
         if self._enabled:
-            self._events.close()
             self._lines.close()
 
     def __enter__(self) -> Self:
@@ -92,52 +76,12 @@ class RunLog:
         self.close()
 
 
-class _Events:
-    """TensorBoard events of a run.
-
-    After a full disk, the writer's thread has ended and every further write raises the same error, also when there is
-    room again. The writer is then dropped, and the step goes to a new one with a file of its own.
-    """
-
-    def __init__(self, folder: Path, first_step: int) -> None:
-        self._folder = folder
-        self._writer = self._open(purge_step=first_step if first_step > 1 else None)
-
-    def add(self, step: int, scalars: Mapping[str, float | None]) -> None:
-        """Log the values of a step that are not None; raise OSError if a new writer finds no room either."""
-        try:
-            self._write(step, scalars)
-        except OSError:  # may be about a step before: the thread writes later than it is asked to
-            self._writer = None
-            try:
-                self._write(step, scalars)
-            except OSError:
-                self._writer = None
-                raise
-
-    def _write(self, step: int, scalars: Mapping[str, float | None]) -> None:
-        self._writer = self._writer or self._open()
-        for name, value in scalars.items():
-            if value is not None:
-                self._writer.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):  # `metrics.jsonl` holds whatever is lost here
-            if self._writer is not None:
-                self._writer.close()
-
-    def _open(self, purge_step: int | None = None) -> Any:
-        from torch.utils.tensorboard import SummaryWriter  # takes seconds to import, and imports torch
-
-        return SummaryWriter(str(self._folder), purge_step=purge_step)
-
-
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     """Return the logged steps in order, as `StepMetrics.to_json` wrote them; empty when nothing was logged.
 
     Lines that are no steps are skipped.
     """
-    return read_log(run_dir / METRICS_FILE, _is_step).entries
+    return read_log(run_dir / METRICS_FILE, is_step).entries
 
 
 def time_of_last_step(run_dir: Path) -> float | None:
@@ -151,10 +95,15 @@ def time_of_last_step(run_dir: Path) -> float | None:
         return None
 
 
-def _is_step(entry: dict[str, Any]) -> bool:
+def is_step(entry: dict[str, Any]) -> bool:
     """Return whether an entry of the log can be drawn: it counts its step, and its curves are numbers."""
     texts = [name for name, value in entry.items() if isinstance(value, str) and name not in NOT_CURVES]
     return type(entry.get("step")) is int and not texts
+
+
+def has_answers(entry: Mapping[str, Any]) -> bool:
+    """Return whether an entry of `answers.jsonl` is one: it counts its step and lists answers."""
+    return type(entry.get("step")) is int and isinstance(entry.get("answers"), list)
 
 
 def run_summary(plan: Plan, cluster: ClusterSettings, metrics: Sequence[Mapping[str, Any]]) -> str:

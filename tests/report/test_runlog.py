@@ -3,15 +3,13 @@
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch.utils.tensorboard import SummaryWriter
 
 from mmtrain.balance.dispatch.phase_loads import OffNodeVolume, PhaseLoad
 from mmtrain.report import RunLog, read_metrics
 from mmtrain.report.metrics_record import DispatchMetrics, EdgeMetrics
+from mmtrain.report.scalars import step_scalars
 from tests.full_disk import full_disk
 from tests.report.conftest import metrics
 
@@ -100,7 +98,6 @@ def test_numbers_that_are_not_finite_become_null(tmp_path: Path) -> None:
     assert (json.loads(text)["loss"], json.loads(text)["grad_norm"]) == (None, None)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's thread
 def test_a_full_disk_delays_lines_and_later_steps_are_logged(tmp_path: Path) -> None:
     with RunLog(tmp_path, 1, enabled=True) as run_log:
         run_log.step(metrics(1))
@@ -111,30 +108,6 @@ def test_a_full_disk_delays_lines_and_later_steps_are_logged(tmp_path: Path) -> 
         run_log.step(metrics(6))
         run_log.step(metrics(7))
     assert [step["step"] for step in read_metrics(tmp_path)] == [1, 2, 3, 4, 5, 6, 7]
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    assert {6, 7} <= {event.step for event in events.Scalars("train/loss")}
-
-
-def test_an_error_that_tensorboard_tells_a_step_late_costs_no_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its thread writes after the call has returned, and the next call raises what it met."""
-    errors = [OSError("File too large")]
-    add_scalar = SummaryWriter.add_scalar
-
-    def late(self: SummaryWriter, *args: Any, **kwargs: Any) -> None:
-        if errors:
-            raise errors.pop()
-        add_scalar(self, *args, **kwargs)
-
-    with RunLog(tmp_path, 1, enabled=True) as run_log:
-        monkeypatch.setattr(SummaryWriter, "add_scalar", late)
-        run_log.step(metrics(1))
-    assert errors == []
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    assert [event.step for event in events.Scalars("train/loss")] == [1]
 
 
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:
@@ -144,29 +117,13 @@ def test_other_ranks_write_nothing(tmp_path: Path) -> None:
     assert read_metrics(tmp_path) == []
 
 
-def test_tensorboard_shows_the_last_attempt_of_each_step(tmp_path: Path) -> None:
-    log(tmp_path, 1, 4)
-    (events_before,) = (tmp_path / "tensorboard").iterdir()
-    # TensorBoard reads files in the order of the second in their names; a resumed run starts in a later second.
-    events_before.rename(events_before.with_name("events.out.tfevents.1000000000.host.1.0"))
-    log(tmp_path, 3, 5, loss=0.25)
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    losses = {event.step: event.value for event in events.Scalars("train/loss")}
-    assert sorted(losses) == [1, 2, 3, 4, 5]
-    assert [losses[step] for step in (3, 4, 5)] == [0.25] * 3
-    assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3, 4, 5]
-    assert "time_s/wait" in events.Tags()["scalars"]
-
-
 def test_curves_of_dispatches(tmp_path: Path) -> None:
     """Show the load of each phase, and on several nodes what goes to other nodes."""
     phases = {"vision": PhaseLoad(100.0, 120.0, 101.0)}
     dispatch = DispatchMetrics(0.5, phases, {"vision": OffNodeVolume(4096.0, 1024.0)})
     with RunLog(tmp_path, 1, enabled=True) as run_log:
         run_log.step(metrics(1, dispatch=dispatch))
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    curves = {name: events.Scalars(name)[0].value for name in ("phase_max_after/vision", "off_node_total/vision")}
+    scalars = step_scalars(read_metrics(tmp_path)[0])
+    curves = {name: scalars[name] for name in ("phase_max_after/vision", "off_node_total/vision")}
     assert curves == {"phase_max_after/vision": 101.0, "off_node_total/vision": 4096.0}
-    assert events.Scalars("dispatch/seconds")[0].value == 0.5
+    assert scalars["dispatch/seconds"] == 0.5

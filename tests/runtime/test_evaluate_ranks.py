@@ -171,7 +171,7 @@ def _ask_in_training(asking: list[Recipe], root: Path, plans: list[Plan]) -> lis
                 with torch.no_grad():
                     for param, value in zip(params, untaught, strict=True):
                         param.copy_(value)
-            shares_by_weights.append(evaluate())
+            shares_by_weights.append(evaluate().exact)
         shares.append(tuple(shares_by_weights))
     return shares
 

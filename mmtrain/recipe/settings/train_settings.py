@@ -109,6 +109,7 @@ class LoraSettings(Section):
     )
 
 
+LoggerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 KernelSetting = Literal["auto", "torch", "fused"]
 
 
@@ -164,6 +165,13 @@ class TrainSettings(Section):
         (),
         affects=NOTHING,
         description="Steps, counted from 1, whose timelines are written to the run's `trace.json` (for Perfetto).",
+    )
+    loggers: tuple[LoggerName, ...] = setting(
+        ("tensorboard",),
+        affects=NOTHING,
+        description="Experiment trackers that show the run: `tensorboard`, `wandb`, `mlflow`, `trackio`. Each writes "
+        "into the run's folder, or to the server that its own environment variables name. `metrics.jsonl` is always "
+        "written.",
     )
     max_nonfinite_steps: PositiveInt = setting(
         10,

@@ -62,6 +62,11 @@ class HeldOutQuestion:
         return tuple(media for _, media in self.sample.media_of(VISION.media)[: self._count(*marks)])
 
     @property
+    def pictures(self) -> tuple[Media, ...]:
+        """The images of the prompt without its videos."""
+        return self.sample.images[: self._count(IMAGE_MARK)]
+
+    @property
     def clips(self) -> tuple[Media, ...]:
         """The clips of the prompt."""
         return self.sample.clips[: self._count(AUDIO_MARK)]
@@ -78,6 +83,23 @@ class HeldOutQuestion:
 
     def _count(self, *marks: str) -> int:
         return sum(turn.text.count(mark) for turn in self.asked for mark in marks)
+
+
+@dataclass(frozen=True)
+class GivenAnswer:
+    """A held-out question with the answer that the model gave."""
+
+    question: HeldOutQuestion
+    expected: str
+    answered: str
+
+
+@dataclass(frozen=True)
+class GivenAnswers:
+    """What the model in training answered, without questions whose media are broken."""
+
+    answers: tuple[GivenAnswer, ...]
+    exact: float  # share of all questions whose answer is exactly right
 
 
 def select_questions(index: DataIndex, limit: int | None) -> list[HeldOutQuestion]:
@@ -196,8 +218,8 @@ class QuestionAnswerer:
         return limits
 
 
-def build_held_out_evaluation(rank_context: RankContext) -> Callable[[], float]:
-    """Return a function that lets the model in training answer, and returns the share of exactly right answers.
+def build_held_out_evaluation(rank_context: RankContext) -> Callable[[], GivenAnswers]:
+    """Return a function that lets the model in training answer held-out questions.
 
     All ranks must call it together. Questions with broken media count as wrong.
     """
@@ -214,9 +236,10 @@ def build_held_out_evaluation(rank_context: RankContext) -> Callable[[], float]:
     answerer = QuestionAnswerer(generator, recipe, tokenizer, index, rank_context.world)
     right = answerer.right_answers(questions)
 
-    def evaluate() -> float:
+    def evaluate() -> GivenAnswers:
         answers, _ = answerer.answer(questions, blank=False)
-        return sum(answer == right[question] for question, answer in answers.items()) / len(questions)
+        given = tuple(GivenAnswer(question, right[question], answer) for question, answer in answers.items())
+        return GivenAnswers(given, sum(one.answered == one.expected for one in given) / len(questions))
 
     return evaluate
 

@@ -4,6 +4,7 @@ import contextlib
 import socket
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 
 from mmtrain.checkpoint import SavingRun
@@ -12,7 +13,9 @@ from mmtrain.data import BadSampleTracker, Loader, StepRequest, read_quarantine
 from mmtrain.planning.artifact.plan import Plan
 from mmtrain.program import LLM
 from mmtrain.report import RunLog, open_progress
+from mmtrain.report.trackers import TrackerFeeds
 from mmtrain.runtime.evaluation.qa_eval import build_held_out_evaluation
+from mmtrain.runtime.evaluation.shown_answers import AnswerLog
 from mmtrain.runtime.execution.activity import ENDING, LOADING, PREPARING
 from mmtrain.runtime.execution.checkpointing import BackgroundSaver, SavedRank
 from mmtrain.runtime.execution.input_arena import copier_for
@@ -35,6 +38,16 @@ from mmtrain.runtime.training.standby_plans import load_standby_plan, rank_count
 from mmtrain.runtime.training.start_run import resume_facts
 from mmtrain.runtime.training.step_hook import StepHook
 from mmtrain.runtime.training.step_metrics import RankFlags
+from mmtrain.runtime.training.tracked_run import open_run_trackers
+
+
+@dataclass(frozen=True)
+class RunLogs:
+    """Where a run tells what happens in it."""
+
+    log: RunLog
+    trackers: TrackerFeeds
+    records: RunRecords
 
 
 @contextlib.contextmanager
@@ -58,7 +71,8 @@ def open_loop(run: RankRun) -> Iterator[Loop]:
         records = RunRecords(session.request.run_dir, progress, world.is_first)
         course = CourseWatch(run.position.course, records)
         saver = _make_saver(run, course)
-        hooks = build_hooks(run, validation, course, saver, log, records)
+        trackers = stack.enter_context(open_run_trackers(run, records))
+        hooks = build_hooks(run, validation, course, saver, RunLogs(log, trackers, records))
         for hook in hooks:
             stack.callback(hook.close)
         yield Loop(
@@ -78,15 +92,14 @@ def build_hooks(
     validation: Validation | None,
     course: CourseWatch,
     saver: BackgroundSaver,
-    log: RunLog,
-    records: RunRecords,
+    logs: RunLogs,
 ) -> tuple[StepHook, ...]:
     """Return the hooks of a run.
 
     The order decides what a failure leaves behind: what concerns the finished step alone comes first, then what reads
     held-out data, then the log, and last the checkpoint, after which the run may end.
     """
-    rank_context, index = run.rank_context, run.session.index
+    rank_context, index, records = run.rank_context, run.session.index, logs.records
     world, activity, train = rank_context.world, rank_context.activity, rank_context.recipe.train
     writer = CheckpointWriter(saver, train.checkpoint, records, activity)
     hooks: list[StepHook] = [
@@ -103,11 +116,13 @@ def build_hooks(
     if validation:
         hooks.append(validation)
     if train.evaluate_every:
-        hooks.append(HeldOutEvaluation(build_held_out_evaluation(rank_context), train.evaluate_every))
+        answer_log = AnswerLog(logs.log, records.run_dir, rank_context.recipe.data.image)
+        evaluate = build_held_out_evaluation(rank_context)
+        hooks.append(HeldOutEvaluation(evaluate, train.evaluate_every, answer_log, records))
     hooks += [
         *_elastic_hooks(run, records),
         LoadImbalanceReports(index, run.targets, rank_context.dp[LLM], records),
-        MetricsLog(log, records),
+        MetricsLog(logs.log, logs.trackers, records),
         Checkpointing(writer, records, train.checkpoint.every),
     ]
     return tuple(hooks)

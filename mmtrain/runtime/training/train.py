@@ -8,6 +8,7 @@ from mmtrain.errors import LaunchError, StoppedAndSaved
 from mmtrain.recipe import Recipe
 from mmtrain.report import read_metrics
 from mmtrain.report.runlog import run_summary
+from mmtrain.report.trackers import require_trackers
 from mmtrain.runtime.execution.activity import AWAITING_PLAN, PLANNING
 from mmtrain.runtime.execution.precision import set_determinism
 from mmtrain.runtime.execution.process_groups import release_groups
@@ -43,6 +44,7 @@ def start_training(request: TrainRequest) -> None:
     """
     if not request.resume:
         check_start_weights(request.recipe)  # report weights that do not fit before anything starts
+    require_trackers(request.recipe.train.loggers)
     address = find_address()
     if address is not None:
         introduce_address(address)

@@ -7,10 +7,13 @@ from dataclasses import replace
 from mmtrain.balance import Grouping
 from mmtrain.data import BadSampleTracker, BatchBuilder, build_index, validation_batches
 from mmtrain.recipe.settings.modalities import GENERATOR
+from mmtrain.runtime.evaluation.qa_eval import GivenAnswers
+from mmtrain.runtime.evaluation.shown_answers import AnswerLog
 from mmtrain.runtime.execution.input_arena import copier_for
 from mmtrain.runtime.execution.rank_context import RankContext
 from mmtrain.runtime.execution.step_prefetcher import StepPrefetcher
 from mmtrain.runtime.execution.unit_inputs import loss_scales
+from mmtrain.runtime.training.run_records import RunRecords
 from mmtrain.runtime.training.step_hook import StepContext, StepHook
 
 
@@ -75,13 +78,22 @@ class Validation(StepHook):
 class HeldOutEvaluation(StepHook):
     """Lets the model answer held-out questions every `every` steps, and after the last one.
 
-    `evaluate` returns the share of answers that are exactly right; all ranks call it together.
+    All ranks call `evaluate` together. The first one logs some of the answers.
     """
 
-    def __init__(self, evaluate: Callable[[], float], every: int) -> None:
+    def __init__(
+        self, evaluate: Callable[[], GivenAnswers], every: int, answer_log: AnswerLog, records: RunRecords
+    ) -> None:
         self._evaluate, self._every = evaluate, every
+        self._answer_log, self._records = answer_log, records
 
     def after_step(self, ctx: StepContext) -> None:
         """See `StepHook`. A run that stops saves at once instead."""
-        if ctx.is_due(self._every) and not ctx.reduction.stop_requested:
-            ctx.metrics = replace(ctx.metrics, val_exact=self._evaluate())
+        if not ctx.is_due(self._every) or ctx.reduction.stop_requested:
+            return
+        given = self._evaluate()
+        ctx.metrics = replace(ctx.metrics, val_exact=given.exact)
+        if self._records.is_first:
+            self._records.try_write(
+                f"step {ctx.step_number}: answers", lambda: self._answer_log.write(ctx.step_number, given.answers)
+            )

@@ -8,6 +8,7 @@ from mmtrain.balance.step_targets import SampleWork
 from mmtrain.data import DataIndex
 from mmtrain.report import RunLog
 from mmtrain.report.logged_totals import source_sentences, sum_sources
+from mmtrain.report.trackers import TrackerFeeds
 from mmtrain.runtime.execution.activity import Activity
 from mmtrain.runtime.training.run_records import RunRecords
 from mmtrain.runtime.training.step_hook import StepContext, StepHook
@@ -57,14 +58,15 @@ class LoadImbalanceReports(StepHook):
 
 
 class MetricsLog(StepHook):
-    """Writes the step's metrics to the run's log and shows them."""
+    """Writes the step's metrics to the run's log and shows them; trackers read the log."""
 
-    def __init__(self, log: RunLog, records: RunRecords) -> None:
-        self._log, self._records = log, records
+    def __init__(self, log: RunLog, trackers: TrackerFeeds, records: RunRecords) -> None:
+        self._log, self._trackers, self._records = log, trackers, records
 
     def after_step(self, ctx: StepContext) -> None:
         """See `StepHook`."""
         self._records.try_write(f"step {ctx.metrics.step}: metrics", lambda: self._log.step(ctx.metrics))
+        self._trackers.more(is_last=ctx.is_last)
         self._records.progress.step(ctx.metrics)
         if ctx.is_last and ctx.metrics.sources:
             for sentence in source_sentences(sum_sources(self._log.steps())):
