@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import re
 import signal
 import threading
@@ -20,6 +21,7 @@ from mmtrain.planning.artifact.plan import Plan
 from mmtrain.program import Action, Backward, Dispatch, Forward
 from mmtrain.report import read_metrics
 from mmtrain.runtime.resilience.failures import read_failures, stacks_path
+from mmtrain.runtime.resilience.flight_recorder import flight_recorder_path
 from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, SKIPPED_STEPS_FILE, read_run_state
 from mmtrain.runtime.training.go_back import GoBack
 from mmtrain.runtime.world import torch_seed
@@ -210,6 +212,9 @@ def test_a_hang_is_explained_by_every_rank(data: Path, tmp_path: Path) -> None:
     assert "in _wait" in stacks_path(tmp_path, 1).read_text()
     assert {failure.rank for failure in read_failures(tmp_path)} == {0, 1}
     assert read_run_state(tmp_path) == {"status": "failed", "step": 2, "error": message}
+    recorded = [pickle.loads(flight_recorder_path(tmp_path, rank).read_bytes()) for rank in (0, 1)]
+    assert all(entry["profiling_name"].startswith("gloo:") for dump in recorded for entry in dump["entries"])
+    assert min(len(dump["entries"]) for dump in recorded) > 0
 
 
 @pytest.mark.slow  # `tests/runtime/test_watchdog.py` ends a run whose rank is silent

@@ -1,5 +1,6 @@
 """Whole runs of `train` on a small demo: resuming after a kill, and rejecting what does not fit."""
 
+import gzip
 import json
 import shutil
 from dataclasses import replace
@@ -193,3 +194,13 @@ def test_a_run_whose_chunks_are_reduced_apart_is_resumed_bit_for_bit(data: Path,
     resumed = replace(killed, resume=True)
     assert run_all(*[resumed] * 5) == [""] * 5
     assert_same_end(killed.run_dir, unbroken.run_dir)
+
+
+def test_steps_are_profiled_on_every_rank(data: Path, tmp_path: Path) -> None:
+    request = request_for(data, tmp_path, "train.profile={steps: [2, 3], memory: true}", "train.steps=4")
+    assert run_all(request, request) == ["", ""]
+    for rank in (0, 1):
+        with gzip.open(tmp_path / "profile" / f"rank-{rank}.json.gz", "rt") as file:
+            events = json.load(file)["traceEvents"]
+        names = {event["name"] for event in events}
+        assert {"aten::linear", "[memory]"} <= names or {"aten::mm", "[memory]"} <= names

@@ -1,9 +1,9 @@
 """Settings of a recipe's `train`: steps, optimizer, checkpoints, evaluation, and what is trained."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from mmtrain.recipe.settings.base import NOTHING, PositiveFloat, PositiveInt, Section, setting
 
@@ -109,6 +109,28 @@ class LoraSettings(Section):
     )
 
 
+class ProfileSettings(Section):
+    """Steps to profile with torch's own profiler, beside the run's traces."""
+
+    steps: tuple[PositiveInt, PositiveInt] = setting(
+        affects=NOTHING,
+        description="The first and the last step to profile, counted from 1. Each rank writes their operators and "
+        "kernels to `profile/rank-N.json.gz` in the run's folder (for Perfetto).",
+    )
+    memory: bool = setting(
+        False,
+        affects=NOTHING,
+        description="Also record allocations. On CUDA, each rank writes `profile/memory-rank-N.pickle`, which "
+        "pytorch.org/memory_viz draws.",
+    )
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        first, last = self.steps
+        problem = f"train.profile.steps: found [{first}, {last}], allowed: the first step, then the last"
+        return self._without([problem] if first > last else [])
+
+
 LoggerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 KernelSetting = Literal["auto", "torch", "fused"]
 
@@ -165,6 +187,9 @@ class TrainSettings(Section):
         (),
         affects=NOTHING,
         description="Steps, counted from 1, whose timelines are written to the run's `trace.json` (for Perfetto).",
+    )
+    profile: ProfileSettings | None = setting(
+        None, affects=NOTHING, description="Steps to profile with torch's own profiler. Default: none."
     )
     loggers: tuple[LoggerName, ...] = setting(
         ("tensorboard",),

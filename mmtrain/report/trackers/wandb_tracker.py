@@ -11,6 +11,7 @@ from mmtrain.report.trackers.tracker import RunEnd, ShownAnswer, TrackedRun
 
 _INIT_TIMEOUT_S = 60
 _OFFLINE_PREFIX = "offline-run-"
+_PICTURES_FOLDER = "data"  # where pictures of tables wait until they are sent
 
 
 class WandbTracker:
@@ -36,6 +37,9 @@ class WandbTracker:
         folder = run.run_dir / "wandb"
         self._replaced = [] if is_online else sorted(folder.glob(f"{_OFFLINE_PREFIX}*-{run.run_id}"))
         folder.mkdir(parents=True, exist_ok=True)
+        if not is_online:
+            shutil.rmtree(folder / _PICTURES_FOLDER, ignore_errors=True)  # they are all told again
+        os.environ.setdefault("WANDB_DATA_DIR", str(folder / _PICTURES_FOLDER))  # else in the home folder
         # Metadata hold the command line, and console output whatever a library prints: both may hold credentials.
         settings = wandb.Settings(
             console="off",
@@ -71,10 +75,13 @@ class WandbTracker:
 
     def log_answers(self, step: int, answers: Sequence[ShownAnswer]) -> None:
         """See `Tracker`."""
-        table = self._wandb.Table(columns=["question", "pictures", "expected", "answered", "right"])
+        num_pictures = max((len(answer.pictures) for answer in answers), default=0)  # a cell shows one only
+        columns = ["question", "expected", "answered", "right"]
+        table = self._wandb.Table(columns=columns + [f"picture {number}" for number in range(1, num_pictures + 1)])
         for answer in answers:
-            pictures = [self._wandb.Image(str(path)) for path in answer.pictures]
-            table.add_data(answer.question, pictures or None, answer.expected, answer.answered, answer.is_right)
+            pictures: list[Any] = [self._wandb.Image(str(path)) for path in answer.pictures]
+            pictures += [None] * (num_pictures - len(pictures))
+            table.add_data(answer.question, answer.expected, answer.answered, answer.is_right, *pictures)
         self._run.log({"answers": table}, step=step)
 
     def flush(self) -> None:

@@ -26,6 +26,7 @@ from mmtrain.runtime.resilience.failures import (
     stacks_path,
     write_failure,
 )
+from mmtrain.runtime.resilience.flight_recorder import FlightRecorderDump
 from mmtrain.runtime.resilience.signals import stopped_early_text
 from mmtrain.runtime.run_folder import write_run_state
 from mmtrain.runtime.world import World
@@ -217,8 +218,10 @@ class Watchdog:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("w", encoding="utf-8") as file:
             faulthandler.dump_traceback(file, all_threads=True)
+        dump = FlightRecorderDump(self._run_dir, self._rank)
         write_failure(self._run_dir, failure)  # after the stacks: this file is the alarm on which other ranks end too
         failures = collect_failures(self._run_dir, self._world_size, REPORT_COLLECTION_S, self._closed.wait)
+        dump.wait()
         explanation = ""
         if failures[0].rank == self._rank:  # one rank speaks for all: the first to raise the alarm
             explanation = explain_failures(failures, self._world_size)

@@ -30,6 +30,7 @@ from mmtrain.runtime.training.hooks.held_out import HeldOutEvaluation, Validatio
 from mmtrain.runtime.training.hooks.learning_rate import LearningRateSchedule
 from mmtrain.runtime.training.hooks.replanning import Replanning
 from mmtrain.runtime.training.hooks.reports import LoadImbalanceReports, MetricsLog, StragglerReports
+from mmtrain.runtime.training.hooks.torch_profile import TorchProfiling
 from mmtrain.runtime.training.hooks.tracing import RunTracer, Tracing
 from mmtrain.runtime.training.loop import Loop
 from mmtrain.runtime.training.rank_run import RankRun
@@ -107,6 +108,7 @@ def build_hooks(
         LearningRateSchedule(train.optimizer),
         StragglerReports(activity, records),
         Tracing(_tracer(run, records), frozenset(train.trace_steps), activity, records),
+        *_profiling(run, records),
         NonFiniteGuard(index, records, train.max_nonfinite_steps),
         course,
         FinishBackgroundSave(writer),
@@ -132,6 +134,13 @@ def _tracer(run: RankRun, records: RunRecords) -> RunTracer:
     path = records.run_dir / TRACE_FILE
     context = run.rank_context
     return RunTracer(context.graph, context.world, run.reducer.timing, run.plan.sha256, path)
+
+
+def _profiling(run: RankRun, records: RunRecords) -> tuple[StepHook, ...]:
+    settings, world = run.rank_context.recipe.train.profile, run.rank_context.world
+    if settings is None:
+        return ()
+    return (TorchProfiling(settings, world.rank, world.device, run.rank_context.activity, records),)
 
 
 def _bad_samples(run: RankRun, records: RunRecords) -> BadSampleTracker:
