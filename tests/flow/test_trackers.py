@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from mmtrain.errors import UserError
 from mmtrain.program import Forward
 from mmtrain.report import read_metrics
+from mmtrain.report.trackers import require_trackers
 from tests.distributed import RanksFailed
 from tests.faults import FailAt
-from tests.flow.runs import NUM_STEPS, request_for, run_all
+from tests.flow.runs import NUM_STEPS, launch, request_for, run_all
 from tests.tracked_steps import (
     LOSSES,
     mlflow_run,
@@ -111,3 +113,17 @@ def _assert_answers(run_dir: Path) -> None:
         rows = [(step, values["answers"]) for _, step, values in trackio_rows(run_dir) if "answers" in values]
         assert [step for step, _ in rows] == [2, 4, 6]
         assert len({run_id for run_id, _, _ in trackio_rows(run_dir)}) == 1
+
+
+def test_a_recipe_with_a_credential_is_refused(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LAB_TOKEN", "opaque-value-1")
+    code, message = launch(request_for(data, tmp_path / "run", "name=of-opaque-value-1"))
+    assert code == 2
+    assert message.startswith("name: holds what looks like a credential: 'of-***'.")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_tracker_without_its_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"wandb needs the `wandb` package.*pip install 'mmtrain\[wandb\]'"):
+        require_trackers(["wandb"])

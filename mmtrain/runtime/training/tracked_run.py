@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from mmtrain import __version__
+from mmtrain.errors import UserError
 from mmtrain.recipe import Recipe, dump_recipe
 from mmtrain.recipe.settings.base import flatten
 from mmtrain.report import plan_table, read_metrics
@@ -50,6 +51,16 @@ def describe_run(run: RankRun, redact: Redactor) -> TrackedRun:
         config={name: _plain(value, redact) for name, value in config.items()},
         git={name: redact(value) for name, value in read_git_state(Path.cwd()).items()},
     )
+
+
+def require_no_credentials(recipe: Recipe, redact: Redactor) -> None:
+    """Raise UserError for a setting that holds a credential: the run's folder keeps the recipe as it is."""
+    for key, value in flatten_settings(recipe).items():
+        if isinstance(value, str) and redact(value) != value:
+            raise UserError(
+                f"{key}: holds what looks like a credential: {redact(value)!r}. The run's folder and its trackers "
+                "would show it; put it into the environment of the process, and leave it out of the recipe"
+            )
 
 
 def flatten_settings(recipe: Recipe) -> dict[str, object]:

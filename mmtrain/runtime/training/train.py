@@ -9,6 +9,7 @@ from mmtrain.recipe import Recipe
 from mmtrain.report import read_metrics
 from mmtrain.report.runlog import run_summary
 from mmtrain.report.trackers import require_trackers
+from mmtrain.report.trackers.redaction import Redactor
 from mmtrain.runtime.execution.activity import AWAITING_PLAN, PLANNING
 from mmtrain.runtime.execution.precision import set_determinism
 from mmtrain.runtime.execution.process_groups import release_groups
@@ -24,6 +25,7 @@ from mmtrain.runtime.training.rank_session import RankSession, open_session
 from mmtrain.runtime.training.start_weights import (
     check_start_weights,
 )
+from mmtrain.runtime.training.tracked_run import require_no_credentials
 from mmtrain.runtime.training.train_request import TrainRequest
 from mmtrain.runtime.world import (
     Address,
@@ -45,6 +47,7 @@ def start_training(request: TrainRequest) -> None:
     if not request.resume:
         check_start_weights(request.recipe)  # report weights that do not fit before anything starts
     require_trackers(request.recipe.train.loggers)
+    require_no_credentials(request.recipe, Redactor())
     address = find_address()
     if address is not None:
         introduce_address(address)
