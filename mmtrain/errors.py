@@ -6,6 +6,7 @@
     |   |-- RankDied             exit 1   a rank was killed
     |   |-- EndedBySignal        exit 1   a signal ended what saves nothing
     |   |-- TooManyBadSamples    exit 1   more samples are unusable than data.max_bad_rate allows
+    |   |-- PluginError          exit 1   code of another package failed, which the message names
     |   |-- RemoteReadError      exit 1   a remote file cannot be read: outage, denied or changed
     |   `-- FolderTaken          exit 1   another run took over the run's folder
     `-- UserError                exit 2   the input is wrong; the message says what, where and what to do
@@ -54,6 +55,10 @@ class EndedBySignal(RunError):  # noqa: N818 - names what happened
 
 class TooManyBadSamples(RunError):  # noqa: N818 - names a state of the data
     """More samples are unusable than the recipe's data.max_bad_rate allows."""
+
+
+class PluginError(RunError):
+    """Code of another package failed; the message names the plug-in."""
 
 
 class RemoteReadError(RunError):

@@ -23,7 +23,7 @@ from mmtrain.families.folder_files import CONFIG_FILE, PIPELINE_FILE, PROCESSOR_
 from mmtrain.families.generators import GENERATOR_CLASS_KEY
 from mmtrain.families.image_processors import read_image_settings
 from mmtrain.families.processor_files import AUDIO_KEYS, read_joint_file, read_processor
-from mmtrain.families.registry import ENCODER_FAMILIES, FAMILIES, GENERATOR_FAMILIES
+from mmtrain.families.registry import ENCODER_FAMILIES, FAMILIES, GENERATOR_FAMILIES, plugin_families
 from mmtrain.families.stored_tensors import StoredWeight, are_equal, read_headers
 from mmtrain.families.video_processors import read_video_settings
 from mmtrain.families.weight_layouts import respell
@@ -184,6 +184,9 @@ def find_family(config: Mapping[str, Any], config_path: Path) -> Family:
         key, found, known = "model_type", str(config.get("model_type")), families
     if found in known:
         return known[found]
+    for family in plugin_families():
+        if found in (family.name, *family.architectures):
+            return family
     closest = get_close_matches(found, known, n=1)
     hint = f"; the nearest of these is {closest[0]}" if closest else ""
     raise ModelFolderError(

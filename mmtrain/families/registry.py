@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mmtrain.errors import UserError
+from mmtrain.errors import PluginError, UserError
 from mmtrain.families.config_section import ConfigSection
 from mmtrain.families.encoders import CLIP, SIGLIP, WHISPER
 from mmtrain.families.family import Family, FolderSettings, JsonFiles, NewModel
@@ -23,6 +23,7 @@ from mmtrain.families.qwen2_audio import QWEN2_AUDIO
 from mmtrain.families.qwen2_vl import QWEN2_VL
 from mmtrain.families.qwen3_vl import QWEN3_VL
 from mmtrain.families.text_decoders import LLAMA, MISTRAL, QWEN2, QWEN3
+from mmtrain.plugins import find_plugin, installed_plugins
 
 FAMILIES: dict[str, Family] = {
     family.name: family
@@ -59,6 +60,20 @@ class NewFolder:
     family: Family
     settings: FolderSettings  # as read back from the files
     files: JsonFiles
+
+
+def plugin_families() -> Iterator[Family]:
+    """Yield the families of installed packages, from the entry points of the group `mmtrain.families`.
+
+    They are asked where no family of ours fits, so that a package that fails costs nobody else anything.
+
+    Raises PluginError for one that cannot be imported, or that is no `Family`.
+    """
+    for name in installed_plugins("families"):
+        plugin = find_plugin("families", name, "model.hf")
+        if not isinstance(plugin.value, Family):
+            raise PluginError(f"{plugin}: found {type(plugin.value).__name__}; allowed: mmtrain.families.Family")
+        yield plugin.value
 
 
 def choose_family(model: NewModel) -> NewFolder:

@@ -92,6 +92,7 @@ class StepMetrics:
     ranks: int | None = None  # that trained this step; the number changes in elastic runs
     padding: int | None = None  # LLM tokens that only pad samples; None where nothing is padded
     dispatch: DispatchMetrics | None = None  # None where units are not sharded
+    extra: Mapping[str, float] = field(default_factory=dict)  # what plug-ins measured, by their names
     resume_s: float | None = None  # since the last step before; in the first step of an elastic run that was resumed
 
     @property
@@ -107,8 +108,9 @@ class StepMetrics:
     def to_json(self) -> dict[str, Any]:
         """Return the step as an object of `metrics.jsonl`; numbers that are not finite become null.
 
-        `drawing_loss`, `peak_reserved_bytes`, `val_loss`, `val_drawing_loss`, `val_exact`, `padding`, `bound_sample`,
-        `ranks` and `resume_s` are left out if they are None, so is `dispatch`, and `sources` if there is one only.
+        Left out are `drawing_loss`, `peak_reserved_bytes`, `val_loss`, `val_drawing_loss`, `val_exact`, `padding`,
+        `bound_sample`, `ranks`, `resume_s` and `dispatch` if they are None, `extra` if it is empty, and `sources` if
+        there is one only.
         """
         values = {
             "step": self.step,
@@ -140,6 +142,7 @@ class StepMetrics:
                 if self.sources
                 else {}
             ),
+            **({"extra": {name: _finite(v) for name, v in self.extra.items()}} if self.extra else {}),
             **({} if self.dispatch is None else {"dispatch": self.dispatch.to_json()}),
             "edges": {edge: {"bytes": e.nbytes, "wait_s": e.wait_s} for edge, e in self.edges.items()},
         }

@@ -14,6 +14,7 @@ def step_scalars(entry: Mapping[str, Any]) -> dict[str, float]:
         scalars |= {f"edge_{name}/{edge}": value for name, value in edge_values.items()}
     for source, source_values in rest.pop("sources", {}).items():
         scalars |= {f"source_{name}/{source}": value for name, value in source_values.items()}
+    scalars |= {f"extra/{name}": value for name, value in rest.pop("extra", {}).items()}
     dispatch = dict(rest.pop("dispatch", {}))
     for unit, load in dispatch.pop("phases", {}).items():
         scalars |= {f"phase_{name}/{unit}": value for name, value in load.items()}

@@ -14,6 +14,7 @@ from mmtrain.data.synthetic.toy_conversations import write_toy_chats, write_toy_
 from mmtrain.errors import DataError
 from mmtrain.families import FAMILIES, Family, FolderSettings, read_model_folder
 from mmtrain.families.folder_files import SINGLE_FILE
+from mmtrain.families.registry import plugin_families
 
 CONVERSATIONS_FOLDER = "conversations"  # below the model, so that export does not carry it along
 NUM_TRAIN, NUM_HELDOUT = 2000, 100  # conversations
@@ -77,9 +78,12 @@ def _is_zero_centered(parameter: str, settings: FolderSettings) -> bool:
 
 def find_family_by_name(name: str) -> Family:
     """Return the family. Raises `DataError` with the names that there are."""
-    if name not in FAMILIES:
-        raise DataError(f"FAMILY: found {name!r}; allowed: {', '.join(FAMILIES)}")
-    return FAMILIES[name]
+    if name in FAMILIES:
+        return FAMILIES[name]
+    others = {family.name: family for family in plugin_families()}
+    if name not in others:
+        raise DataError(f"FAMILY: found {name!r}; allowed: {', '.join((*FAMILIES, *others))}")
+    return others[name]
 
 
 def _write_random_weights(family: Family, settings: FolderSettings, out: Path, seed: int) -> int:

@@ -13,12 +13,14 @@ from mmtrain.data.formats.allowed_folder import AllowedFolder, MediaFolder, Remo
 from mmtrain.data.formats.conversation import CONVERSATION_KEYS, CONVERSATION_KEYS_BY_FORMAT
 from mmtrain.data.formats.energon import expand_braces, read_energon_folder
 from mmtrain.data.formats.json_files import JSON_LINES_SUFFIXES, read_json
+from mmtrain.data.formats.plugin_files import read_with_plugin
 from mmtrain.data.formats.sample import Quarantined, Sample, turned_to_draw, turned_to_show, with_marks_in_front
 from mmtrain.data.formats.webdataset import read_shard
 from mmtrain.data.optional_packages import require_package
 from mmtrain.data.remote.locations import matching_urls
 from mmtrain.errors import DataError
-from mmtrain.recipe.settings.data_settings import LimitSettings, SourceSettings
+from mmtrain.plugins import find_plugin
+from mmtrain.recipe.settings.data_settings import FORMATS, LimitSettings, SourceSettings
 from mmtrain.recipe.settings.source_path import RemotePath, SourcePath
 
 _CONTAINER_BY_SUFFIX = {
@@ -59,6 +61,9 @@ def _read_shards(source: SourceSettings, limits: LimitSettings) -> Iterator[Samp
     folder = next((file for file in files if _is_folder(file)), None)
     if folder is not None:
         raise DataError(f"{folder}: a folder, where {source.path} must name files; name the files in it: {folder}/*")
+    if source.format is not None and source.format not in FORMATS:
+        plugin = find_plugin("formats", source.format, "data.sources.format")
+        return chain.from_iterable(read_with_plugin(plugin, file, _media_folder(source, file).file) for file in files)
     container = _container(source, files)
     if _is_folder(source.path):
         files = [file for file in files if _CONTAINER_BY_SUFFIX[file.suffix] == container]

@@ -3,8 +3,9 @@
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
 
+from mmtrain.plugins import installed_plugins
 from mmtrain.recipe.settings.base import NOTHING, PositiveFloat, PositiveInt, Section, setting
 from mmtrain.recipe.settings.source_path import SourcePath
 from mmtrain.recipe.settings.text_settings import SpecialTokenSettings
@@ -36,6 +37,21 @@ ShareSchedule = Annotated[
 ]
 
 
+FORMATS = ("llava", "messages", "webdataset", "parquet", "lengths")
+
+
+def _known_format(name: str) -> str:
+    """Return the name of a format. Raises ValueError for one that is neither ours nor that of a plug-in."""
+    if name in FORMATS or ":" in name or name in (plugins := installed_plugins("formats")):
+        return name
+    raise ValueError(f"found {name!r}; allowed: {', '.join((*FORMATS, *plugins))}, or a plug-in as module:function")
+
+
+# The schema lists our own, so that editors suggest them.
+_FORMAT_SCHEMA = {"anyOf": [{"enum": list(FORMATS)}, {"type": "string"}]}
+SourceFormat = Annotated[str, AfterValidator(_known_format), WithJsonSchema(_FORMAT_SCHEMA)]
+
+
 class SourceSettings(Section):
     """Samples of one format, in one file or several."""
 
@@ -45,12 +61,13 @@ class SourceSettings(Section):
         "`{a,b}.json` or `*.parquet`; or a URL of these (`https://`, `s3://`, `gs://`, `hf://`), in which folders end "
         "with `/`; or a metadataset of Energon (`.yaml`). Relative paths start at the recipe's folder.",
     )
-    format: Literal["llava", "messages", "webdataset", "parquet", "lengths"] | None = setting(
+    format: SourceFormat | None = setting(
         None,
         affects={"plan", "lengths"},
         description="`llava`: JSON or JSONL with `conversations`. `messages`: JSON or JSONL with `messages` (ShareGPT, "
         "OpenAI). `webdataset`: tar shards. `parquet`: Parquet files. `lengths`: a CSV file of lengths without "
-        "samples, to plan with. Default: from the file's suffix; for JSON from the keys of each entry.",
+        "samples, to plan with. Others are plug-ins: a name in the group `mmtrain.formats`, or `module:function`. "
+        "Default: from the file's suffix; for JSON from the keys of each entry.",
     )
     image_root: SourcePath | None = setting(
         None,

@@ -131,7 +131,8 @@ class ProfileSettings(Section):
         return self._without([problem] if first > last else [])
 
 
-LoggerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
+# A name of an entry point, or `module:function`; `mmtrain.plugins` finds what it names.
+PluginName = Annotated[str, Field(pattern=r"^[\w.-]+(:[\w.]+)?$")]
 KernelSetting = Literal["auto", "torch", "fused"]
 
 
@@ -191,12 +192,23 @@ class TrainSettings(Section):
     profile: ProfileSettings | None = setting(
         None, affects=NOTHING, description="Steps to profile with torch's own profiler. Default: none."
     )
-    loggers: tuple[LoggerName, ...] = setting(
+    loggers: tuple[PluginName, ...] = setting(
         ("tensorboard",),
         affects=NOTHING,
         description="Experiment trackers that show the run: `tensorboard`, `wandb`, `mlflow`, `trackio`. Each writes "
-        "into the run's folder, or to the server that its own environment variables name. `metrics.jsonl` is always "
-        "written.",
+        "into the run's folder, or to the server that its own environment variables name. Others are plug-ins: a name "
+        "in the group `mmtrain.loggers`, or `module:function`. `metrics.jsonl` is always written.",
+    )
+    hooks: tuple[PluginName, ...] = setting(
+        (),
+        affects=NOTHING,
+        description="Plug-ins to run around each step, as names in the group `mmtrain.hooks` or as `module:function`.",
+    )
+    metrics: tuple[PluginName, ...] = setting(
+        (),
+        affects=NOTHING,
+        description="Plug-ins that score the answers of `evaluate_every`, as names in the group `mmtrain.metrics` or "
+        "as `module:function`.",
     )
     max_nonfinite_steps: PositiveInt = setting(
         10,

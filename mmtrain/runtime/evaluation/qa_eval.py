@@ -85,6 +85,11 @@ class HeldOutQuestion:
         return sum(turn.text.count(mark) for turn in self.asked for mark in marks)
 
 
+def asked_text(question: HeldOutQuestion) -> str:
+    """Return the last thing that was asked, as its data spells it; empty if nothing was."""
+    return written_text(question.asked[-1].text).strip() if question.asked else ""
+
+
 @dataclass(frozen=True)
 class GivenAnswer:
     """A held-out question with the answer that the model gave."""

@@ -8,12 +8,11 @@ from pathlib import Path
 
 from PIL import Image
 
-from mmtrain.data.formats.sample import written_text
 from mmtrain.data.media.images import load_rgb_images, read_image_size
 from mmtrain.data.media.media_bytes import BadMediaError, Media
 from mmtrain.recipe.settings.data_settings import ImageSettings
 from mmtrain.report import RunLog
-from mmtrain.runtime.evaluation.qa_eval import GivenAnswer, HeldOutQuestion, evenly_spaced
+from mmtrain.runtime.evaluation.qa_eval import GivenAnswer, HeldOutQuestion, asked_text, evenly_spaced
 
 NUM_SHOWN_ANSWERS = 16  # as many rows as a screen has
 MAX_PICTURES_PER_ANSWER = 4
@@ -42,7 +41,7 @@ class AnswerLog:
         if question not in self._pictures:
             self._pictures[question] = self._write_pictures(question)
         return {
-            "question": written_text(question.asked[-1].text).strip() if question.asked else "",
+            "question": asked_text(question),
             "expected": answer.expected,
             "answered": answer.answered,
             "pictures": list(self._pictures[question]),

@@ -14,6 +14,7 @@ from mmtrain.planning.artifact.plan import Plan
 from mmtrain.program import LLM
 from mmtrain.report import RunLog, open_progress
 from mmtrain.report.trackers import TrackerFeeds
+from mmtrain.runtime.evaluation.plugin_metrics import find_metrics
 from mmtrain.runtime.evaluation.qa_eval import build_held_out_evaluation
 from mmtrain.runtime.evaluation.shown_answers import AnswerLog
 from mmtrain.runtime.execution.activity import ENDING, LOADING, PREPARING
@@ -28,6 +29,7 @@ from mmtrain.runtime.training.hooks.elastic import ResumeTime, StandbyPlanning
 from mmtrain.runtime.training.hooks.guards import CourseWatch, FolderGuard, NonFiniteGuard, QuarantineRecorder
 from mmtrain.runtime.training.hooks.held_out import HeldOutEvaluation, Validation
 from mmtrain.runtime.training.hooks.learning_rate import LearningRateSchedule
+from mmtrain.runtime.training.hooks.plugin_hooks import HookRun, PluginHook, find_hooks
 from mmtrain.runtime.training.hooks.replanning import Replanning
 from mmtrain.runtime.training.hooks.reports import LoadImbalanceReports, MetricsLog, StragglerReports
 from mmtrain.runtime.training.hooks.torch_profile import TorchProfiling
@@ -39,7 +41,7 @@ from mmtrain.runtime.training.standby_plans import load_standby_plan, rank_count
 from mmtrain.runtime.training.start_run import resume_facts
 from mmtrain.runtime.training.step_hook import StepHook
 from mmtrain.runtime.training.step_metrics import RankFlags
-from mmtrain.runtime.training.tracked_run import open_run_trackers
+from mmtrain.runtime.training.tracked_run import flatten_settings, open_run_trackers
 
 
 @dataclass(frozen=True)
@@ -119,8 +121,10 @@ def build_hooks(
         hooks.append(validation)
     if train.evaluate_every:
         answer_log = AnswerLog(logs.log, records.run_dir, rank_context.recipe.data.image)
+        metrics = find_metrics(train.metrics)
         evaluate = build_held_out_evaluation(rank_context)
-        hooks.append(HeldOutEvaluation(evaluate, train.evaluate_every, answer_log, records))
+        hooks.append(HeldOutEvaluation(evaluate, train.evaluate_every, metrics, answer_log, records))
+    hooks += _plugin_hooks(run)
     hooks += [
         *_elastic_hooks(run, records),
         LoadImbalanceReports(index, run.targets, rank_context.dp[LLM], records),
@@ -141,6 +145,13 @@ def _profiling(run: RankRun, records: RunRecords) -> tuple[StepHook, ...]:
     if settings is None:
         return ()
     return (TorchProfiling(settings, world.rank, world.device, run.rank_context.activity, records),)
+
+
+def _plugin_hooks(run: RankRun) -> list[StepHook]:
+    recipe, world = run.rank_context.recipe, run.rank_context.world
+    settings = flatten_settings(recipe)
+    seen = HookRun(run.session.request.run_dir, world.rank, world.size, recipe.train.steps, settings)
+    return [PluginHook(plugin, seen) for plugin in find_hooks(recipe.train.hooks)]
 
 
 def _bad_samples(run: RankRun, records: RunRecords) -> BadSampleTracker:

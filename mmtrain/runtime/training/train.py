@@ -10,6 +10,7 @@ from mmtrain.report import read_metrics
 from mmtrain.report.runlog import run_summary
 from mmtrain.report.trackers import require_trackers
 from mmtrain.report.trackers.redaction import Redactor
+from mmtrain.runtime.evaluation.plugin_metrics import find_metrics
 from mmtrain.runtime.execution.activity import AWAITING_PLAN, PLANNING
 from mmtrain.runtime.execution.precision import set_determinism
 from mmtrain.runtime.execution.process_groups import release_groups
@@ -18,6 +19,7 @@ from mmtrain.runtime.resilience.launch import LauncherMonitor, free_port, has_wa
 from mmtrain.runtime.resilience.signals import StopSignalListener
 from mmtrain.runtime.run_folder import read_run_state
 from mmtrain.runtime.training.choose_plan import ChosenPlan, choose_plan
+from mmtrain.runtime.training.hooks.plugin_hooks import find_hooks
 from mmtrain.runtime.training.local_restarts import launch_with_restarts
 from mmtrain.runtime.training.open_loop import open_loop
 from mmtrain.runtime.training.rank_run import build_run
@@ -48,6 +50,8 @@ def start_training(request: TrainRequest) -> None:
         check_start_weights(request.recipe)  # report weights that do not fit before anything starts
     require_trackers(request.recipe.train.loggers)
     require_no_credentials(request.recipe, Redactor())
+    find_hooks(request.recipe.train.hooks)
+    find_metrics(request.recipe.train.metrics)
     address = find_address()
     if address is not None:
         introduce_address(address)

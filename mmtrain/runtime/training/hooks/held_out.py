@@ -1,12 +1,14 @@
 """Measure the model on held-out samples: its loss, and the answers that it gives."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from mmtrain.balance import Grouping
 from mmtrain.data import BadSampleTracker, BatchBuilder, build_index, validation_batches
+from mmtrain.plugins import Plugin
 from mmtrain.recipe.settings.modalities import GENERATOR
+from mmtrain.runtime.evaluation.plugin_metrics import score_answers
 from mmtrain.runtime.evaluation.qa_eval import GivenAnswers
 from mmtrain.runtime.evaluation.shown_answers import AnswerLog
 from mmtrain.runtime.execution.input_arena import copier_for
@@ -78,13 +80,18 @@ class Validation(StepHook):
 class HeldOutEvaluation(StepHook):
     """Lets the model answer held-out questions every `every` steps, and after the last one.
 
-    All ranks call `evaluate` together. The first one logs some of the answers.
+    All ranks call `evaluate` together. The first one scores them by `metrics` and logs some.
     """
 
     def __init__(
-        self, evaluate: Callable[[], GivenAnswers], every: int, answer_log: AnswerLog, records: RunRecords
+        self,
+        evaluate: Callable[[], GivenAnswers],
+        every: int,
+        metrics: Sequence[Plugin],
+        answer_log: AnswerLog,
+        records: RunRecords,
     ) -> None:
-        self._evaluate, self._every = evaluate, every
+        self._evaluate, self._every, self._metrics = evaluate, every, metrics
         self._answer_log, self._records = answer_log, records
 
     def after_step(self, ctx: StepContext) -> None:
@@ -94,6 +101,8 @@ class HeldOutEvaluation(StepHook):
         given = self._evaluate()
         ctx.metrics = replace(ctx.metrics, val_exact=given.exact)
         if self._records.is_first:
+            scores = score_answers(self._metrics, given.answers)
+            ctx.metrics = replace(ctx.metrics, extra={**ctx.metrics.extra, **scores})
             self._records.try_write(
                 f"step {ctx.step_number}: answers", lambda: self._answer_log.write(ctx.step_number, given.answers)
             )
