@@ -227,6 +227,10 @@ class TrackerFeeds:
             feed.notice_silence()
         self._is_started = True
 
+    def last_steps(self) -> dict[str, int]:
+        """Return the last step of which each tracker has heard."""
+        return {feed.name: feed.last_step for feed in self._feeds}
+
     def close(self) -> None:
         """Let the trackers catch up and finish, for a bounded time; say which of them did not."""
         if not self._is_started:
