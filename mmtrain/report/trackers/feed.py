@@ -146,7 +146,8 @@ class _Feed:
     def _tell_all(self, tracker: Tracker) -> None:
         """Tell the tracker what it has not heard of; a pause between long parts leaves the training its processor."""
         while steps := [step for step in self.reader.next_steps(CATCH_UP_STEPS) if step["step"] > self.last_step]:
-            answers = self.reader.answers_after([step["step"] for step in steps])
+            evaluated = [step["step"] for step in steps if step.get("val_exact") is not None]
+            answers = self.reader.answers_after(evaluated) if evaluated else {}
             for step in steps:
                 self.call_since_s = time.monotonic()
                 number = step["step"]

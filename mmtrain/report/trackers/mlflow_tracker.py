@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from mmtrain.report.trackers.tracker import RunEnd, ShownAnswer, TrackedRun
 MLFLOW_FOLDER = "mlruns"
 RUN_TAG = "mmtrain.run_id"
 _STEP_METRIC = "train/step"  # in every step, so that it says which ones are there; logged last
+_NOT_IN_NAMES = re.compile(r"[^\w. :/-]")  # MLflow rejects the `>` of edges
 _MAX_METRICS_PER_CALL = 1000  # as MLflow's servers limit them
 _MAX_PARAM_CHARACTERS = 6000  # likewise
 _MAX_PARAMS_PER_CALL = 100  # likewise
@@ -58,7 +60,10 @@ class MlflowTracker:
         """See `Tracker`."""
         now_ms = int(time.time() * 1000)
         values = {**scalars, _STEP_METRIC: float(step)}
-        points = [self._mlflow.entities.Metric(name, value, now_ms, step) for name, value in values.items()]
+        points = [
+            self._mlflow.entities.Metric(_NOT_IN_NAMES.sub("-", name), value, now_ms, step)
+            for name, value in values.items()
+        ]
         for first in range(0, len(points), _MAX_METRICS_PER_CALL):
             self._client.log_batch(self._run_id, metrics=points[first : first + _MAX_METRICS_PER_CALL])
 
@@ -108,7 +113,10 @@ class MlflowTracker:
 
     def _log_texts(self, run: TrackedRun) -> None:
         entities = self._mlflow.entities
-        params = [entities.Param(name, str(value)[:_MAX_PARAM_CHARACTERS]) for name, value in run.config.items()]
+        params = [
+            entities.Param(_NOT_IN_NAMES.sub("-", name), str(value)[:_MAX_PARAM_CHARACTERS])
+            for name, value in run.config.items()
+        ]
         for first in range(0, len(params), _MAX_PARAMS_PER_CALL):
             self._client.log_batch(self._run_id, params=params[first : first + _MAX_PARAMS_PER_CALL])
         self._client.log_text(self._run_id, run.recipe, "recipe.yaml")

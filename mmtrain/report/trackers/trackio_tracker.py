@@ -3,7 +3,9 @@
 import contextlib
 import os
 import sqlite3
+import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from mmtrain.report.trackers.tracker import RunEnd, ShownAnswer, TrackedRun
@@ -26,9 +28,10 @@ class TrackioTracker:
 
     def start(self, run: TrackedRun) -> int:
         """See `Tracker`."""
-        os.environ.setdefault("TRACKIO_DIR", str((run.run_dir / TRACKIO_FOLDER).absolute()))  # read at import
         import trackio
 
+        if "TRACKIO_DIR" not in os.environ:
+            _use_folder((run.run_dir / TRACKIO_FOLDER).absolute())
         for module in (trackio, trackio.run, trackio.utils):
             module.print = _print_nothing  # Trackio has no setting for it, and its lines would break the run's progress
         self._trackio = trackio
@@ -75,6 +78,15 @@ class TrackioTracker:
     def abandon(self) -> None:
         """See `Tracker`."""
         self._run = None
+
+
+def _use_folder(folder: Path) -> None:
+    """Let Trackio write into a folder. It reads its variable when it is imported, and a process may train two runs."""
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == "trackio":
+            for constant, path in (("TRACKIO_DIR", folder), ("MEDIA_DIR", folder / "media")):
+                if hasattr(module, constant):
+                    setattr(module, constant, path)
 
 
 def _print_nothing(*_: object, **__: object) -> None:

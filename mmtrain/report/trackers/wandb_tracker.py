@@ -5,7 +5,7 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from mmtrain.report.trackers.tracker import RunEnd, ShownAnswer, TrackedRun
 
@@ -21,6 +21,8 @@ class WandbTracker:
     log again into a new folder of the same id and then removes the folders of earlier starts. Online, W&B keeps what
     it has: a step that it holds is not sent again.
     """
+
+    _data_folder: ClassVar[str | None] = None  # that an earlier run of this process set
 
     def __init__(self) -> None:
         self._run: Any = None
@@ -39,7 +41,8 @@ class WandbTracker:
         folder.mkdir(parents=True, exist_ok=True)
         if not is_online:
             shutil.rmtree(folder / _PICTURES_FOLDER, ignore_errors=True)  # they are all told again
-        os.environ.setdefault("WANDB_DATA_DIR", str(folder / _PICTURES_FOLDER))  # else in the home folder
+        if os.environ.get("WANDB_DATA_DIR") in (None, WandbTracker._data_folder):  # else in the home folder
+            WandbTracker._data_folder = os.environ["WANDB_DATA_DIR"] = str(folder / _PICTURES_FOLDER)
         # Metadata hold the command line, and console output whatever a library prints: both may hold credentials.
         settings = wandb.Settings(
             console="off",
