@@ -6,6 +6,8 @@ Commands import what they need when they run, so that `mmtrain --help` stays fas
 import os
 import sys
 
+from mmtrain.process_end import end_now_if_expected
+
 __all__ = ["main"]
 
 
@@ -23,4 +25,8 @@ def main() -> None:
         end_on_stop_signals()
     from mmtrain.cli.app import main as run_command
 
-    run_command()
+    try:
+        run_command()
+    except SystemExit as end:
+        end_now_if_expected(end.code)
+        raise

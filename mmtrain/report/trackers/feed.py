@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from mmtrain.process_end import expect_hang
 from mmtrain.report.runlog import ANSWERS_FILE, METRICS_FILE, has_answers, is_step
 from mmtrain.report.scalars import step_scalars
 from mmtrain.report.trackers.redaction import Redactor
@@ -246,6 +247,8 @@ class TrackerFeeds:
         for feed in self._feeds:
             feed.thread.join(max(end_s - time.monotonic(), 0.0))
             if not feed.is_done:
+                if feed.thread.is_alive():
+                    expect_hang()
                 self._notify(
                     f"tracker {feed.name}: it has the steps up to {feed.last_step} at most; metrics.jsonl has every "
                     "step"
