@@ -1,7 +1,8 @@
 """Read scripts/papers: the published tables cell by cell, the plans that stand beside them, and the headlines.
 
-`scripts/papers/PAPER_ITEM.yaml` is one table or figure, `scripts/papers/runs/PAPER.yaml` has the plans of a paper, and
-`scripts/papers/headlines.yaml` what the papers are cited for.
+`scripts/papers/PAPER_ITEM.yaml` is one table or figure, `scripts/papers/runs/PAPER.yaml` has the plans of a paper,
+`scripts/papers/headlines.yaml` what the papers are cited for, and `scripts/papers/runs/changes.yaml` what experiments
+change in both systems of a headline.
 """
 
 import re
@@ -13,13 +14,16 @@ from typing import Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from mmtrain.recipe import load_recipe
+
 ROOT = Path(__file__).resolve().parents[1]
 DATA_FOLDER = Path(__file__).resolve().parent / "papers"
 MAX_QUOTE = 100  # characters
 NUMBER = re.compile(r"\d+(?:,\d{3})*(?:\.\d+)?")
 
 PaperName = Literal["omnibal", "mmscale", "optimus", "orchmllm"]
-RunKind = Literal["plan", "allocation", "grouping", "isf", "composition"]
+RunKind = Literal["plan", "allocation", "grouping", "isf", "composition", "batches", "spread"]
+Measure = Literal["step", "gpu_days", "mfu", "tokens"]
 PAPERS: dict[PaperName, str] = {  # in the order of the page
     "omnibal": "OmniBal (arXiv 2407.20761, ICML 2025)",
     "mmscale": "MMScale (DistTrain, arXiv 2408.04275)",
@@ -53,6 +57,19 @@ class Run(_Data):
     def path(self) -> Path:
         """The recipe's file."""
         return ROOT / "recipes" / "whatif" / f"{self.recipe}.yaml"
+
+    @property
+    def num_ranks(self) -> int:
+        """The GPUs of the cluster that the run is planned for."""
+        ranks = load_recipe(self.path, self.all_settings).recipe.cluster.ranks
+        if ranks is None:
+            raise ValueError(f"{self.command}: the recipe names no cluster; set cluster.ranks")
+        return ranks
+
+    @property
+    def has_command(self) -> bool:
+        """Whether one command of mmtrain asks the same question; else only scripts.papers does."""
+        return self.kind not in ("batches", "spread")
 
     @property
     def command(self) -> str:
@@ -114,17 +131,66 @@ class Table(_Data):
     cells: tuple[Cell, ...] = Field(min_length=1)
 
 
+class Change(_Data):
+    """Settings that an experiment replaces in a run."""
+
+    what: str
+    settings: tuple[str, ...]
+
+    def changed(self, run: Run) -> Run:
+        """Return the run with these settings in the place of its own."""
+        replaced = {_key(setting) for setting in self.settings}
+        return run.model_copy(
+            update={
+                "settings": tuple(setting for setting in run.settings if _key(setting) not in replaced),
+                "ours": {key: why for key, why in run.ours.items() if _key(key) not in replaced}
+                | dict.fromkeys(self.settings, "an experiment"),
+            }
+        )
+
+
+class Experiment(_Data):
+    """The two systems of a headline with something changed, which shows what their order depends on."""
+
+    what: str  # is changed
+    slower: str  # run, or `RUN+CHANGE`
+    faster: str
+
+
 class Headline(Published):
     """A comparison for which a paper is cited: the slower of two systems over the faster, and ours of the same two."""
 
     paper: PaperName
+    name: str  # of its picture, `docs/papers_PAPER_NAME.png`
     what: str
     slower: str  # run
     faster: str
-    figure: Literal["step", "gpu_days", "mfu", "tokens"]
+    figure: Measure
+    # The paper's gain, from least to most: a number of `published`, or the first over the last of them, or what an
+    # `n% less` is. None where the paper states none.
+    gain: tuple[float, float] | None = None
     kept: str  # why, if our order is the paper's
     reversed: str  # why, if it is not
+    experiments: tuple[Experiment, ...] = ()
     # Of a fact that is no comparison, such as an MFU, `slower` and `faster` are the same run.
+
+    @property
+    def is_fact(self) -> bool:
+        """Whether one system is stated, and none that it is compared with."""
+        return self.slower == self.faster
+
+    @property
+    def run_names(self) -> list[str]:
+        """The full names of all its runs, each once."""
+        pairs = [(self.slower, self.faster), *((e.slower, e.faster) for e in self.experiments)]
+        return list(dict.fromkeys(f"{self.paper}/{name}" for pair in pairs for name in pair))
+
+
+CHANGED = "+"  # between a run's name and the name of what is changed in it
+
+
+def _key(setting: str) -> str:
+    return setting.partition("=")[0]
 
 
 class Papers:
@@ -150,12 +216,34 @@ class Papers:
             shared = data["shared"]
             for name, fields in data["runs"].items():
                 runs[f"{paper}/{name}"] = _run(fields, shared)
+        for name in dict.fromkeys(name for headline in self.headlines for name in headline.run_names):
+            base, _, change = name.partition(CHANGED)
+            if change:
+                runs[name] = self.changes[change].changed(runs[base])
         return runs
+
+    @cached_property
+    def changes(self) -> dict[str, Change]:
+        """What experiments change, by name."""
+        fields = _read(self.folder / "runs" / "changes.yaml")
+        return {name: Change.model_validate(change) for name, change in fields.items()}
 
     @cached_property
     def headlines(self) -> list[Headline]:
         """What each paper is cited for."""
-        return [Headline.model_validate(fields) for fields in _read(self.folder / "headlines.yaml")]
+        return [self._headline(fields) for fields in _read(self.folder / "headlines.yaml")]
+
+    def _headline(self, fields: dict) -> Headline:  # type: ignore[type-arg]
+        """Fill in the experiments that name a `change`, of the headline's own two systems unless they name others."""
+        experiments = []
+        for experiment in fields.pop("experiments", []):
+            change = experiment.pop("change", None)
+            filled = {name: fields[name] for name in ("slower", "faster")} | experiment
+            if change is not None:
+                filled["what"] = ", ".join([*filter(None, [filled.get("what")]), self.changes[change].what])
+                filled |= {name: f"{filled[name]}{CHANGED}{change}" for name in ("slower", "faster")}
+            experiments.append(filled)
+        return Headline.model_validate(fields | {"experiments": experiments})
 
     def run_names(self, table: Table) -> list[str]:
         """Return the full names of a table's runs, each once."""

@@ -6,7 +6,12 @@ from typing import Any
 Figures = dict[str, Any]
 FigureText = Callable[[Sequence[Figures], str], str]
 
-MILLIONS = {"internvl-1.2m": 1.2, "llava-665k": 0.665, "lcs-558k": 0.558}  # samples of OmniBal's data sets
+MILLIONS = {
+    "internvl-1.2m": 1.2,
+    "llava-665k": 0.665,
+    "lcs-558k": 0.558,
+    "long-2.5w": 0.025,
+}  # samples of OmniBal's data sets
 PHASES = {"before": 0, "after": 1}
 BUBBLE_KINDS = ("dp_gather", "dp_reduce", "pp_warmup", "pp_cooldown", "pp_other", "tp", "tp_layers", "imbalance")
 NEARLY = 1.005  # ratios below it are printed as 1.00x, which is no difference
@@ -153,6 +158,29 @@ def _composition(runs: Sequence[Figures], argument: str) -> str:
     return f"share of a sample's tokens {share['mean']:.0%}, deviation {share['deviation']:.0%}"
 
 
+def _waits(runs: Sequence[Figures], argument: str) -> str:
+    """Return how much longer the fullest rank computes than the mean one, of each run."""
+    texts = []
+    for run in runs:
+        units = ", ".join(f"{unit} {ratio:.2f}x" for unit, ratio in run["over_mean"].items())
+        texts.append(f"{run['samples']} samples: {run['together']:.2f}x ({units})")
+    return "; ".join(texts)
+
+
+def _spread(runs: Sequence[Figures], argument: str) -> str:
+    """Return means and deviations, over the `stages` or of the `first` stage over time."""
+    spread = runs[0][argument]
+    tokens, forward_ms = ("{:,.0f} ± {:,.0f}".format(*spread[name]) for name in ("tokens", "forward_ms"))
+    memory = "{:.0f} ± {:.0f} GiB".format(*spread["peak_gib"]) if "peak_gib" in spread else "memory is reserved"
+    return f"{tokens} tokens, {forward_ms} ms, {memory}"
+
+
+def _shared(runs: Sequence[Figures], argument: str) -> str:
+    """Return the SP-ratio of a plan whose ranks share sequences, and its GPU-days."""
+    ratios = ", ".join(f"{unit} {ratio:.3f}" for unit, ratio in runs[0]["sp_ratio"].items())
+    return f"SP-ratio {ratios}; {gpu_days_of(runs[0], argument):.1f} GPU-days"
+
+
 FIGURES: dict[str, FigureText] = {
     "step": _step,
     "steps": _steps,
@@ -173,4 +201,7 @@ FIGURES: dict[str, FigureText] = {
     "dispatch": _dispatch,
     "off_node": _off_node,
     "composition": _composition,
+    "waits": _waits,
+    "spread": _spread,
+    "shared": _shared,
 }

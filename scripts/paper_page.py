@@ -1,22 +1,12 @@
 """Write docs/papers.md, and docs/papers_runs.md with the commands, from the data files and the record."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
-from scripts.paper_data import PAPERS, Cell, Headline, Papers, Run, Table
-from scripts.paper_figures import FIGURES, gpu_days_of
-from scripts.paper_record import Entry, Figures, Record
-
-NOT_PLANNED = "not planned yet"
-EQUAL = 1.01  # as in plans: predicted figures that differ by less are called equal
-MAX_REFUSAL = 160  # characters of a refusal in a table; the page of commands has all of it
-
-# What a headline compares, and whether more is better.
-_MEASURES: dict[str, tuple[Callable[[Figures], float], str, bool]] = {
-    "step": (lambda figures: float(figures["step_s"]), "{:.2f} s", False),
-    "gpu_days": (lambda figures: gpu_days_of(figures, ""), "{:.1f} GPU-days", False),
-    "mfu": (lambda figures: float(figures["mfu"]) * 100, "{:.1f}%", True),
-    "tokens": (lambda figures: float(figures["tokens_per_s_per_gpu"]), "{:,.0f} tokens/s/GPU", True),
-}
+from scripts.paper_data import PAPERS, Cell, Papers, Run, Table
+from scripts.paper_figures import FIGURES
+from scripts.paper_headlines import NOT_PLANNED, headline_lines, paper_title, short_refusal
+from scripts.paper_pictures import picture_name
+from scripts.paper_record import Entry, Record
 
 
 def papers_page(papers: Papers, record: Record, introduction: str) -> str:
@@ -28,11 +18,6 @@ def papers_page(papers: Papers, record: Record, introduction: str) -> str:
             if table.paper == paper:
                 lines += ["", *_table(table, papers, record)]
     return "\n".join(lines) + "\n"
-
-
-def paper_title(paper: str) -> str:
-    """Return the paper's name as the page has it, such as `OmniBal`."""
-    return PAPERS[paper].partition(" ")[0]  # type: ignore[index]
 
 
 def runs_page(papers: Papers, record: Record) -> str:
@@ -47,7 +32,8 @@ def runs_page(papers: Papers, record: Record) -> str:
         lines += ["", f"## {paper_title(paper)}"]
         for name, run in papers.runs.items():
             if name.startswith(f"{paper}/"):
-                lines += ["", f"### {name}", "", f"    {run.command}", "", *_run_lines(run, record.entry(name, run))]
+                command = run.command if run.has_command else f"python -m scripts.papers run --only {name}"
+                lines += ["", f"### {name}", "", f"    {command}", "", *_run_lines(run, record.entry(name, run))]
     return "\n".join(lines) + "\n"
 
 
@@ -80,30 +66,7 @@ def _summary(papers: Papers, record: Record) -> Iterator[str]:
 
 def _headlines(papers: Papers, record: Record) -> Iterator[str]:
     for headline in papers.headlines:
-        names = [f"{headline.paper}/{name}" for name in (headline.slower, headline.faster)]
-        ours, reason = headline_answer(headline, [record.entry(name, papers.runs[name]) for name in names])
-        title = f"{paper_title(headline.paper)}: {headline.what}"
-        yield f"**{title}.** Paper: {headline.published}. Ours: {ours}. {reason}".rstrip()
-        yield ""
-
-
-def headline_answer(headline: Headline, entries: Sequence[Entry | None]) -> tuple[str, str]:
-    """Return our figures of a headline's two systems with a verdict on their order, and the reason."""
-    if any(entry is None for entry in entries):
-        return NOT_PLANNED, ""
-    refusals = [entry.refused for entry in entries if entry is not None and entry.refused is not None]
-    if refusals:
-        return f"refused ({_short(refusals[0])})", ""
-    value, form, more_is_better = _MEASURES[headline.figure]
-    slower, faster = (value(entry.figures) for entry in entries if entry is not None)
-    if headline.slower == headline.faster:
-        return form.format(faster), headline.kept
-    gain = faster / slower if more_is_better else slower / faster
-    figures = f"{form.format(slower)} -> {form.format(faster)}, {gain:.2f}x"
-    if gain > EQUAL:
-        return f"{figures}, the paper's order", headline.kept
-    verdict = "the order is reversed" if gain < 1 / EQUAL else "equal within 1%"
-    return f"{figures}, {verdict}", headline.reversed
+        yield from headline_lines(headline, papers, record, picture_name(headline))
 
 
 def _table(table: Table, papers: Papers, record: Record) -> Iterator[str]:
@@ -132,7 +95,7 @@ def cell_answer(cell: Cell, entries: Sequence[Entry | None]) -> str:
     if cell.not_here is not None:
         return f"not here: {cell.not_here}"
     refusals = [
-        f"`{name}` refused: {_short(entry.refused)}"
+        f"`{name}` refused: {short_refusal(entry.refused)}"
         for name, entry in zip(cell.runs, entries, strict=True)
         if entry is not None and entry.refused is not None
     ]
@@ -143,9 +106,3 @@ def cell_answer(cell: Cell, entries: Sequence[Entry | None]) -> str:
         return NOT_PLANNED
     assert cell.figure is not None, "cells with runs have a figure"
     return FIGURES[cell.figure](made, cell.argument)
-
-
-def _short(text: str) -> str:
-    """Cut a refusal for a table's cell."""
-    text = text.replace("|", "/")
-    return text if len(text) <= MAX_REFUSAL else f"{text[: MAX_REFUSAL - 4]} ..."

@@ -5,8 +5,10 @@ recipe with its settings, the cluster and the question are the same; the planner
 """
 
 import dataclasses
+import fcntl
 import hashlib
 import json
+import os
 import subprocess
 import time
 from collections.abc import Callable
@@ -25,6 +27,7 @@ from mmtrain.planning.artifact.plan import Plan
 from mmtrain.planning.space.problem import Allocation, AllocationWatch, PlanRequest
 from mmtrain.recipe import Recipe, load_recipe, recipe_fingerprint
 from scripts.measurements import machine
+from scripts.paper_batches import random_batch_figures, stage_spread_figures
 from scripts.paper_data import DATA_FOLDER, ROOT, Run
 
 RECORD_FILE = DATA_FOLDER / "record.json"
@@ -50,8 +53,11 @@ class Record:
 
     def __init__(self, file: Path = RECORD_FILE) -> None:
         self._file = file
-        saved = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-        self.entries = {name: Entry(**fields) for name, fields in saved.items()}
+        self.entries = self._saved()
+
+    def _saved(self) -> dict[str, Entry]:
+        saved = json.loads(self._file.read_text(encoding="utf-8")) if self._file.exists() else {}
+        return {name: Entry(**fields) for name, fields in saved.items()}
 
     def entry(self, name: str, run: Run) -> Entry | None:
         """Return the answer to a run; None if there is none, or if the question has changed since."""
@@ -59,8 +65,16 @@ class Record:
         return entry if entry is not None and entry.fingerprint == fingerprint(run) else None
 
     def add(self, name: str, entry: Entry) -> None:
-        """Add an answer and save the file."""
-        self.entries[name] = entry
+        """Add an answer and save the file, with what another process has added meanwhile."""
+        folder = os.open(self._file.parent, os.O_RDONLY)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX)
+            self.entries = self._saved() | {name: entry}
+            self._save()
+        finally:
+            os.close(folder)  # which unlocks it
+
+    def _save(self) -> None:
         ordered = {key: dataclasses.asdict(self.entries[key]) for key in sorted(self.entries)}
         partial = self._file.with_suffix(".partial")
         partial.write_text(json.dumps(ordered, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -135,6 +149,8 @@ def _figures_of(made: Plan) -> Figures:
             "phases": {name: load.over_mean for name, load in (balance.phases or {}).items()},
             "off_node": {name: dataclasses.asdict(volume) for name, volume in balance.off_node.items()},
         }
+        if balance.shared is not None:
+            figures["sp_ratio"] = balance.shared.sp_ratio
     return figures
 
 
@@ -188,6 +204,8 @@ _ANSWERS: dict[str, Callable[[Recipe, DataIndex, Run], Figures]] = {
     "grouping": _grouping_figures,
     "isf": _isf_figures,
     "composition": _composition_figures,
+    "batches": random_batch_figures,
+    "spread": stage_spread_figures,
 }
 
 

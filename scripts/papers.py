@@ -1,29 +1,37 @@
 """Make docs/papers.md: the published tables and figures of four systems beside our plans at the papers' settings.
 
     python -m scripts.papers                       write docs/papers.md and docs/papers_runs.md from the record
-    python -m scripts.papers run [--only omnibal]  plan what the record lacks, one run after another
+    python -m scripts.papers run [--only omnibal]  plan what the record lacks, on two cores, few GPUs first
     python -m scripts.papers run --again           plan again what another planner than this tree's has answered
     python -m scripts.papers --texts FOLDER        find each quotation in the papers' texts
 
 `run` saves every answer when it has it, so it may be stopped and started again. `--only` takes the beginning of names
-of runs, such as `omnibal` or `omnibal/6b-20b`, or of a table, such as `mmscale_figure15`. Data: scripts/papers.
+of runs, such as `omnibal` or `omnibal/6b-20b`, or of a table, such as `mmscale_figure15`; `headlines` are the runs of
+the headlines with their experiments. Data: scripts/papers.
 """
 
 import argparse
+import multiprocessing
+import os
 import re
 import sys
 import time
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
 from scripts.paper_data import DATA_FOLDER, ROOT, Papers, Published
 from scripts.paper_page import papers_page, runs_page
+from scripts.paper_pictures import draw_pictures
 from scripts.paper_record import Record, answer, planner_tree
 
 INTRODUCTION = DATA_FOLDER / "introduction.md"
 PAGE = ROOT / "docs" / "papers.md"
 RUNS_PAGE = ROOT / "docs" / "papers_runs.md"
+HEADLINES = "headlines"  # of `--only`
+NUM_JOBS = 2  # processes
+NICENESS = 10  # of the planning processes
 LEFT_OUT = " [...] "  # in a quotation: words between its parts are not quoted
 
 
@@ -35,21 +43,25 @@ def main() -> int:
         "--only", default="", help="with `run`: the beginning of runs' names, or of a table's file name"
     )
     parser.add_argument("--again", action="store_true", help="with `run`: also what another planner answered")
+    parser.add_argument("--jobs", type=int, default=NUM_JOBS, help="with `run`: processes side by side")
+    parser.add_argument("--nice", type=int, default=NICENESS, help="with `run`: how far these give way to others")
     parser.add_argument("--texts", type=Path, help="folder of the papers' texts (*.txt)")
     options = parser.parse_args()
     papers = Papers()
     if options.texts is not None:
         return report_quotations(papers, options.texts)
     if options.action == "run":
-        plan_missing(papers, Record(), options.only, again=options.again)
+        names = unanswered_runs(papers, Record(), options.only, again=options.again)
+        answer_runs(papers, Record(), names, options.jobs, options.nice)
     write_pages(papers, Record())
     return 0
 
 
 def write_pages(papers: Papers, record: Record) -> None:
-    """Write docs/papers.md and docs/papers_runs.md."""
+    """Write docs/papers.md with its pictures, and docs/papers_runs.md."""
     PAGE.write_text(papers_page(papers, record, INTRODUCTION.read_text(encoding="utf-8")), encoding="utf-8")
     RUNS_PAGE.write_text(runs_page(papers, record), encoding="utf-8")
+    draw_pictures(papers, record, PAGE.parent)
 
 
 def chosen_runs(papers: Papers, only: str) -> list[str]:
@@ -60,21 +72,32 @@ def chosen_runs(papers: Papers, only: str) -> list[str]:
         if f"{table.paper}_{table.item.replace(' ', '')}".startswith(only)
         for name in papers.run_names(table)
     ]
+    if only == HEADLINES:
+        return list(dict.fromkeys(name for headline in papers.headlines for name in headline.run_names))
     by_name = [name for name in papers.runs if name.startswith(only)]
     return list(dict.fromkeys(by_name or of_tables))
 
 
-def plan_missing(papers: Papers, record: Record, only: str, *, again: bool = False) -> None:
-    """Answer the chosen runs that have no answer yet, and with `again` those of another planner; save each at once."""
+def unanswered_runs(papers: Papers, record: Record, only: str, *, again: bool = False) -> list[str]:
+    """Return the chosen runs that have no answer yet, and with `again` those of another planner, few GPUs first."""
     chosen = chosen_runs(papers, only)
     if not chosen:
         sys.exit(f"--only {only}: no run's name and no table's file begins so; see scripts/papers")
     tree = planner_tree()
     answered = {name: record.entry(name, papers.runs[name]) for name in chosen}
     names = [name for name, entry in answered.items() if entry is None or (again and entry.tree != tree)]
-    for number, name in enumerate(names, start=1):
-        print(f"{time.strftime('%H:%M:%S')} {number} of {len(names)}: {name}", flush=True)
-        record.add(name, answer(papers.runs[name]))
+    return sorted(names, key=lambda name: papers.runs[name].num_ranks)
+
+
+def answer_runs(papers: Papers, record: Record, names: Sequence[str], num_jobs: int, niceness: int) -> None:
+    """Answer the runs in processes that give way to others, and save each answer at once."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(num_jobs, context, os.nice, (niceness,)) as pool:
+        futures = {pool.submit(answer, papers.runs[name]): name for name in names}
+        for number, future in enumerate(as_completed(futures), start=1):
+            name, entry = futures[future], future.result()
+            print(f"{time.strftime('%H:%M:%S')} {number} of {len(names)}: {name}, {entry.seconds:.0f} s", flush=True)
+            record.add(name, entry)
 
 
 def quotations(papers: Papers) -> Iterator[tuple[str, Published]]:

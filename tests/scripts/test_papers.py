@@ -9,22 +9,26 @@ from typing import Any
 import pytest
 import yaml
 from _pytest.mark import ParameterSet
+from PIL import Image
 from pydantic import ValidationError
 
 from mmtrain.recipe import load_recipe
-from scripts.paper_data import Cell, Headline, Papers, Published, Run
+from scripts.paper_data import NUMBER, Cell, Change, Headline, Papers, Published, Run
 from scripts.paper_figures import FIGURES
-from scripts.paper_page import NOT_PLANNED, cell_answer, headline_answer, papers_page, runs_page
+from scripts.paper_headlines import NOT_PLANNED, headline_answer, headline_gains
+from scripts.paper_page import cell_answer, papers_page, runs_page
+from scripts.paper_pictures import VALUES_KEY, picture_name, picture_values
 from scripts.paper_record import Entry, Figures, Record, answer
 from scripts.papers import (
     INTRODUCTION,
     PAGE,
     RUNS_PAGE,
+    answer_runs,
     chosen_runs,
     plain,
-    plan_missing,
     quotations,
     report_quotations,
+    unanswered_runs,
 )
 
 PAPERS, RECORD = Papers(), Record()
@@ -84,7 +88,7 @@ def test_every_run_has_a_recipe_that_loads_and_a_cluster() -> None:
 
 def test_cells_and_headlines_use_every_run_and_every_recipe_of_the_papers() -> None:
     used = {name for table in PAPERS.tables for name in PAPERS.run_names(table)}
-    used |= {f"{h.paper}/{name}" for h in PAPERS.headlines for name in (h.slower, h.faster)}
+    used |= {name for headline in PAPERS.headlines for name in headline.run_names}
     assert used == set(PAPERS.runs)
     bases = {"omnibal", "optimus"}
     recipes = {run.path.stem for run in PAPERS.runs.values()}
@@ -115,6 +119,7 @@ def test_a_headline_says_whether_the_order_is_kept(slower_s: float, verdict: str
         published="2",
         quote="2",
         paper="omnibal",
+        name="x",
         what="x",
         slower="a",
         faster="b",
@@ -129,6 +134,55 @@ def test_a_headline_says_whether_the_order_is_kept(slower_s: float, verdict: str
     assert headline_answer(headline, [None, entries[1]]) == (NOT_PLANNED, "")
 
 
+def test_the_gain_of_a_headline_follows_from_what_is_published() -> None:
+    for headline in PAPERS.headlines:
+        numbers = [float(number.replace(",", "")) for number in NUMBER.findall(headline.published)]
+        if not numbers:
+            assert headline.gain is None, headline.name
+            continue
+        if "less" in headline.published:
+            numbers = [1 / (1 - numbers[0] / 100)]
+        elif "->" in headline.published:
+            numbers = [numbers[0] / numbers[-1]]
+        assert headline.gain == pytest.approx((numbers[0], numbers[-1]), rel=0.005), headline.name
+
+
+def test_a_change_takes_the_place_of_a_runs_own_setting() -> None:
+    run = Run(recipe="x", settings=("a.b=1", "c=2"), ours={"d=3": "why"})
+    changed = Change(what="x", settings=("a.b=5", "d=4")).changed(run)
+    assert changed.all_settings == ["c=2", "a.b=5", "d=4"]
+    assert changed.ours == {"a.b=5": "an experiment", "d=4": "an experiment"}
+
+
+def test_experiments_are_of_the_headlines_two_systems_unless_they_name_others() -> None:
+    [headline] = [h for h in PAPERS.headlines if h.name == "balanced"]
+    one_chunk, by_need, no_spread = headline.experiments[:3]
+    assert (one_chunk.slower, one_chunk.faster) == (f"{headline.slower}+one-chunk", headline.faster)
+    assert (by_need.slower, by_need.faster) == ("3072-balanced", "3072-colocated")
+    assert (no_spread.slower, no_spread.faster) == (f"{headline.slower}+no-spread", f"{headline.faster}+no-spread")
+    assert "parallel.llm.vpp=1" in PAPERS.runs[f"optimus/{one_chunk.slower}"].all_settings
+
+
+def test_pictures_show_what_the_record_says() -> None:
+    """Run `python -m scripts.papers` if this fails: data files or the record changed."""
+    gains = {picture_name(h): headline_gains(h, PAPERS, RECORD) for h in PAPERS.headlines}
+    expected = {name: picture_values(rows) for name, rows in gains.items() if rows is not None}
+    drawn = {path.name: Image.open(path).info[VALUES_KEY] for path in PAGE.parent.glob("papers_*.png")}
+    assert drawn == expected
+
+
+def test_random_mini_batches_wait_for_lengths_alone_and_less_the_more_samples_they_have(tmp_path: Path) -> None:
+    equal = tmp_path / "equal.csv"
+    equal.write_text("count,text,vision\n4,100,1024\n", encoding="utf-8")
+    run = PAPERS.runs["orchmllm/batches-84b"]
+    of_equal = run.model_copy(update={"settings": (*run.settings, f"data.sources=[{{path: {equal}}}]")})
+    waits = answer(of_equal).figures["over_mean"]
+    assert waits == pytest.approx(dict.fromkeys(waits, 1.0))
+    few, many = answer(run).figures, answer(PAPERS.runs["orchmllm/batches-10b"]).figures
+    assert few["samples"] < many["samples"]
+    assert few["together"] > many["together"] > 1.0
+
+
 def test_the_pages_are_made_from_the_data_and_the_record() -> None:
     """Run `python -m scripts.papers` if this fails: data files or the record changed."""
     introduction = INTRODUCTION.read_text(encoding="utf-8")
@@ -139,17 +193,22 @@ def test_the_pages_are_made_from_the_data_and_the_record() -> None:
 def test_a_stopped_run_goes_on_where_it_was_and_a_changed_question_is_asked_again(tmp_path: Path) -> None:
     name = "omnibal/groups-lcs"
     record = Record(tmp_path / "record.json")
-    plan_missing(PAPERS, record, name)
+    answer_runs(PAPERS, record, unanswered_runs(PAPERS, record, name), 1, 0)
     first = Record(tmp_path / "record.json").entry(name, PAPERS.runs[name])
     assert first is not None
     again = Record(tmp_path / "record.json")
     again.add(name, replace(first, machine="the same"))
-    plan_missing(PAPERS, again, name)
+    assert unanswered_runs(PAPERS, again, name) == []
     assert again.entries[name].machine == "the same"
     again.add(name, replace(first, machine="the same", tree="another planner"))
-    plan_missing(PAPERS, again, name, again=True)
+    answer_runs(PAPERS, again, unanswered_runs(PAPERS, again, name, again=True), 1, 0)
     assert again.entries[name].tree == first.tree
     assert without_times(again.entries[name].figures) == without_times(first.figures)
+    late = Record(tmp_path / "record.json")
+    record.add("another", first)  # by a process that began earlier
+    assert list(Record(tmp_path / "record.json").entries) == ["another", name]
+    late.add("third", first)
+    assert list(Record(tmp_path / "record.json").entries) == ["another", name, "third"]
     changed = PAPERS.runs[name].model_copy(update={"settings": ("parallel.llm.dp=8",)})
     assert again.entry(name, changed) is None
 
