@@ -1,4 +1,4 @@
-"""Count how uneven work is where nothing balances it: over ranks with random mini-batches, and over stages and time."""
+"""Answer what no plan does: how uneven work is where nothing balances it, and how long reordering a step takes."""
 
 from typing import Any
 
@@ -8,6 +8,9 @@ import numpy.typing as npt
 from mmtrain.api.plans import make_plan
 from mmtrain.api.simulated_steps import step_batches
 from mmtrain.balance import SampleLengths
+from mmtrain.balance.assign import assign
+from mmtrain.balance.ordering.microbatch_order import SEARCH_ROUNDS
+from mmtrain.balance.ordering.reordering import reorder_microbatches
 from mmtrain.costs import input_grad_needed
 from mmtrain.costs.cost_model import TokenLoad
 from mmtrain.costs.layer_arithmetic import unit_flops
@@ -18,6 +21,7 @@ from mmtrain.planning.evaluate.simulate_plan import plan_timing, simulate_plan
 from mmtrain.planning.space.problem import PlanRequest
 from mmtrain.program import Forward
 from mmtrain.recipe import Recipe
+from scripts.measurements import least_seconds
 from scripts.paper_data import Run
 
 Figures = dict[str, Any]
@@ -25,6 +29,7 @@ Values = npt.NDArray[np.float64]
 LLM = "llm"
 NUM_DRAWS = 8  # of all ranks' mini-batches
 NUM_STEPS = 4  # of 128 groups each: enough for two digits of a deviation
+LLM_STAGES = 10  # of MMScale's 72B model
 _PROBE_TOKENS = 4096  # of the loads that tell FLOPs of tokens from those of attention
 
 
@@ -120,3 +125,34 @@ def _spread(rows: list[tuple[float, float]]) -> Figures:
 def _of(values: Any) -> list[float]:
     """Return mean and standard deviation."""
     return [float(np.mean(values)), float(np.std(values))]
+
+
+def reordering_figures(recipe: Recipe, index: DataIndex, run: Run) -> Figures:
+    """Return the milliseconds of both of MMScale's reorderings of a step's groups, for `parallel.llm.dp` replicas.
+
+    Inside: groups are laid out for replicas and microbatches. Between: the microbatches are ordered for a pipeline of
+    the LLM's stages behind an encoder, which varies with the images and takes as long as a stage on average.
+
+    Raises:
+        ValueError: the replicas do not divide the step.
+    """
+    replicas, num_groups = recipe.parallel.llm.dp, recipe.train.num_groups
+    if replicas is None or num_groups % replicas:
+        raise ValueError(f"{run.command}: set a parallel.llm.dp that divides train.global_batch {num_groups}")
+    random = np.random.default_rng(recipe.train.seed)
+    of_group = max(1, round(recipe.data.group_tokens / float(np.mean(index.lengths.tokens[:]))))
+    groups = list(random.integers(len(index.lengths), size=(num_groups, of_group)))
+    num = num_groups // replicas
+    units = [LLM, *index.lengths.items]
+    meshes, counts = dict.fromkeys(units, replicas), dict.fromkeys(units, num)
+    inside_s, _ = least_seconds(lambda: assign(0, 0, groups, index.lengths, meshes, counts))
+    images = _work_of_samples(recipe, index.lengths)["vision"][np.stack(groups)].sum(axis=1)
+    forward = np.ones((1, LLM_STAGES + 1, num))
+    forward[0, 0] = images.reshape(num, replicas).max(axis=1)
+    forward[0, 0] /= forward[0, 0].mean()
+    between_s, _ = least_seconds(
+        lambda: reorder_microbatches(
+            forward, 2 * forward, np.arange(num), SEARCH_ROUNDS, np.random.default_rng(recipe.train.seed)
+        )
+    )
+    return {"microbatches": num, "inside_ms": inside_s * 1000, "between_ms": between_s * 1000}

@@ -22,7 +22,7 @@ MAX_QUOTE = 100  # characters
 NUMBER = re.compile(r"\d+(?:,\d{3})*(?:\.\d+)?")
 
 PaperName = Literal["omnibal", "mmscale", "optimus", "orchmllm"]
-RunKind = Literal["plan", "allocation", "grouping", "isf", "composition", "batches", "spread"]
+RunKind = Literal["plan", "allocation", "grouping", "isf", "composition", "batches", "spread", "reordering"]
 Measure = Literal["step", "gpu_days", "mfu", "tokens"]
 PAPERS: dict[PaperName, str] = {  # in the order of the page
     "omnibal": "OmniBal (arXiv 2407.20761, ICML 2025)",
@@ -69,7 +69,7 @@ class Run(_Data):
     @property
     def has_command(self) -> bool:
         """Whether one command of mmtrain asks the same question; else only scripts.papers does."""
-        return self.kind not in ("batches", "spread")
+        return self.kind not in ("batches", "spread", "reordering")
 
     @property
     def command(self) -> str:

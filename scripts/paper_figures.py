@@ -181,6 +181,11 @@ def _shared(runs: Sequence[Figures], argument: str) -> str:
     return f"SP-ratio {ratios}; {gpu_days_of(runs[0], argument):.1f} GPU-days"
 
 
+def _reordering(runs: Sequence[Figures], argument: str) -> str:
+    run = runs[0]
+    return f"{run['inside_ms']:.1f} ms, {run['between_ms']:.1f} ms for {run['microbatches']} microbatches"
+
+
 FIGURES: dict[str, FigureText] = {
     "step": _step,
     "steps": _steps,
@@ -204,4 +209,5 @@ FIGURES: dict[str, FigureText] = {
     "waits": _waits,
     "spread": _spread,
     "shared": _shared,
+    "reordering": _reordering,
 }

@@ -1,5 +1,6 @@
 """Say of every headline what our plans say, whether the paper's order is kept, and what the order depends on."""
 
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ from scripts.paper_record import Entry, Figures, Record
 
 NOT_PLANNED = "not planned yet"
 EQUAL = 1.01  # as in plans: predicted figures that differ by less are called equal
+MAX_LINE = 120  # characters
 MAX_REFUSAL = 160  # characters of a refusal in a table; the page of commands has all of it
 
 # What a headline compares, and whether more is better.
@@ -46,8 +48,9 @@ def headline_lines(headline: Headline, papers: Papers, record: Record, picture: 
     yield f"### {paper_title(headline.paper)}: {headline.what}"
     yield ""
     yield f"Paper: {headline.published}. Ours: {ours}."
-    yield ""
-    yield reason.strip()
+    if reason:
+        yield ""
+        yield from textwrap.wrap(reason.strip(), MAX_LINE)
     if headline_gains(headline, papers, record) is not None:
         yield ""
         yield f"![{headline.what}: the paper's gain and ours]({picture})"
@@ -63,17 +66,18 @@ def headline_lines(headline: Headline, papers: Papers, record: Record, picture: 
 
 
 def _experiment_cells(headline: Headline, entries: Sequence[Entry | None]) -> list[str]:
-    value, form, _ = _MEASURES[headline.figure]
-    figures = [
-        NOT_PLANNED
-        if entry is None
-        else f"refused: {short_refusal(entry.refused)}"
-        if entry.refused is not None
-        else form.format(value(entry.figures))
-        for entry in entries
-    ]
     gain = _gain(headline, entries)
-    return [*figures, "-" if gain is None else f"{gain:.2f}x"]
+    return [*(_figure_text(headline, entry) for entry in entries), "-" if gain is None else f"{gain:.2f}x"]
+
+
+def _figure_text(headline: Headline, entry: Entry | None) -> str:
+    """Return a run's figure in the headline's measure."""
+    if entry is None:
+        return NOT_PLANNED
+    if entry.refused is not None:
+        return f"refused: {short_refusal(entry.refused)}"
+    value, form, _ = _MEASURES[headline.figure]
+    return form.format(value(entry.figures))
 
 
 def headline_answer(headline: Headline, entries: Sequence[Entry | None]) -> tuple[str, str]:

@@ -67,4 +67,5 @@ def _bar(axes: Axes, row: int, gain: Gain, *, is_fact: bool) -> None:
         axes.plot([least, most], [row, row], color=color, linewidth=3, solid_capstyle="butt")
     form = "{:.1f}%" if is_fact else "{:.2f}x"
     text = " to ".join(dict.fromkeys(form.format(value) for value in (least, most)))
-    axes.text(most, row, f" {text}", va="center", fontsize=8)
+    paper = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}  # covers the line at 1 behind the figure
+    axes.text(most, row, f" {text}", va="center", fontsize=8, bbox=paper)

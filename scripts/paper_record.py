@@ -27,7 +27,7 @@ from mmtrain.planning.artifact.plan import Plan
 from mmtrain.planning.space.problem import Allocation, AllocationWatch, PlanRequest
 from mmtrain.recipe import Recipe, load_recipe, recipe_fingerprint
 from scripts.measurements import machine
-from scripts.paper_batches import random_batch_figures, stage_spread_figures
+from scripts.paper_batches import random_batch_figures, reordering_figures, stage_spread_figures
 from scripts.paper_data import DATA_FOLDER, ROOT, Run
 
 RECORD_FILE = DATA_FOLDER / "record.json"
@@ -206,6 +206,7 @@ _ANSWERS: dict[str, Callable[[Recipe, DataIndex, Run], Figures]] = {
     "composition": _composition_figures,
     "batches": random_batch_figures,
     "spread": stage_spread_figures,
+    "reordering": reordering_figures,
 }
 
 
