@@ -57,7 +57,7 @@ def random_batch_figures(recipe: Recipe, index: DataIndex, run: Run) -> Figures:
             mean[unit] += float(of_rank.mean())
     return {
         "samples": per_rank,
-        "over_mean": {unit: fullest[unit] / mean[unit] for unit in work},
+        "over_mean": {unit: fullest[unit] / mean[unit] for unit in work if mean[unit]},
         "together": sum(fullest.values()) / sum(mean.values()),
     }
 

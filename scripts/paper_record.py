@@ -13,6 +13,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -83,10 +84,16 @@ class Record:
 
 def fingerprint(run: Run) -> str:
     """Return what identifies a question: the recipe with its settings, its cluster, the kind and the rule of thumb."""
-    recipe = load_recipe(run.path, run.all_settings).recipe
-    settings = sorted(run.all_settings)
-    text = f"{recipe_fingerprint(recipe)} {recipe.cluster} {settings} {run.kind} {run.baseline}"
+    recipe = _recipe_text(run.path, tuple(run.all_settings))
+    text = f"{recipe} {sorted(run.all_settings)} {run.kind} {run.baseline}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@cache
+def _recipe_text(path: Path, settings: tuple[str, ...]) -> str:
+    """Return the recipe's fingerprint and its cluster; pages ask for the same recipe several times."""
+    recipe = load_recipe(path, settings).recipe
+    return f"{recipe_fingerprint(recipe)} {recipe.cluster}"
 
 
 def answer(run: Run) -> Entry:
