@@ -91,7 +91,7 @@ def stage_spread_figures(recipe: Recipe, index: DataIndex, run: Run) -> Figures:
     Inputs and forwards are those of every microbatch of simulated steps; memory is what a rank holds at its fullest,
     so it differs over stages and not over time.
     """
-    made = make_plan(recipe, index.lengths, PlanRequest(num_alternatives=1, baseline=run.baseline)).plan
+    made = make_plan(recipe, index.lengths, PlanRequest(num_alternatives=0, baseline=run.baseline)).plan
     rows: dict[str, list[tuple[float, float]]] = {}
     for batch in step_batches(recipe, index, made, range(1, NUM_STEPS + 1)):
         loads = plan_timing(recipe, made, batch).loads.loads

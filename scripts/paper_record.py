@@ -124,7 +124,7 @@ def _plan(recipe: Recipe, index: DataIndex, request: PlanRequest) -> Plan:
 
 
 def _plan_figures(recipe: Recipe, index: DataIndex, run: Run) -> Figures:
-    return _figures_of(_plan(recipe, index, PlanRequest(num_alternatives=1, baseline=run.baseline)))
+    return _figures_of(_plan(recipe, index, PlanRequest(num_alternatives=0, baseline=run.baseline)))
 
 
 def _figures_of(made: Plan) -> Figures:
@@ -162,10 +162,10 @@ def _figures_of(made: Plan) -> Figures:
 
 
 def _allocation_figures(recipe: Recipe, index: DataIndex, run: Run) -> Figures:
-    """Return the seconds in which ranks were allocated to units, and the plan."""
+    """Return the processor seconds in which ranks were allocated to units, and the plan."""
     allocations: list[Allocation] = []
-    watch = AllocationWatch(time.perf_counter, allocations.append)
-    made = _plan(recipe, index, PlanRequest(num_alternatives=1, allocation_watch=watch))
+    watch = AllocationWatch(time.process_time, allocations.append)
+    made = _plan(recipe, index, PlanRequest(num_alternatives=0, allocation_watch=watch))
     allocated = allocations[-1] if allocations else None
     seconds = None if allocated is None else allocated.seconds
     return _figures_of(made) | {"allocation_s": seconds}

@@ -90,14 +90,25 @@ def unanswered_runs(papers: Papers, record: Record, only: str, *, again: bool = 
 
 
 def answer_runs(papers: Papers, record: Record, names: Sequence[str], num_jobs: int, niceness: int) -> None:
-    """Answer the runs in processes that give way to others, and save each answer at once."""
+    """Answer the runs in processes that give way to others, and save each answer at once.
+
+    Raises SystemExit after the last run if any of them failed otherwise than by a refusal, with their errors.
+    """
+    failed = []
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(num_jobs, context, os.nice, (niceness,)) as pool:
         futures = {pool.submit(answer, papers.runs[name]): name for name in names}
         for number, future in enumerate(as_completed(futures), start=1):
-            name, entry = futures[future], future.result()
+            name = futures[future]
+            error = future.exception()
+            if error is not None:
+                failed.append(f"{name}: {type(error).__name__}: {error}")
+                continue
+            entry = future.result()
             print(f"{time.strftime('%H:%M:%S')} {number} of {len(names)}: {name}, {entry.seconds:.0f} s", flush=True)
             record.add(name, entry)
+    if failed:
+        sys.exit("\n".join(["these runs failed:", *failed]))
 
 
 def quotations(papers: Papers) -> Iterator[tuple[str, Published]]:

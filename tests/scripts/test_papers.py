@@ -89,7 +89,7 @@ def test_every_run_has_a_recipe_that_loads_and_a_cluster() -> None:
     for name, run in PAPERS.runs.items():
         assert load_recipe(run.path, run.all_settings).recipe.cluster.ranks is not None, name
         assert all(reason for reason in run.ours.values()), name
-        # Without it every placement is searched before the rule is planned: five times the seconds for the same plan.
+        # Without it every placement is searched before the rule is planned.
         assert run.baseline is None or any("parallel.placement=" in setting for setting in run.all_settings), name
 
 
