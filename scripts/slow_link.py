@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -26,15 +27,30 @@ COLLECTIVES = (
 )
 
 
+class LinkClock(Protocol):
+    """A clock of its own, on which a link takes its time too."""
+
+    def carry(self, seconds: float) -> float:
+        """Let the link carry something for so long; return when that ends."""
+        ...
+
+    def reach(self, end_s: float) -> None:
+        """Wait for a moment."""
+        ...
+
+
 @dataclass(frozen=True)
 class LateWork:
     """A collective that ends when the link has carried it."""
 
     ended: Future[None]
+    reach: Callable[[], None] | None = None  # waits for the end on a clock of the link's own
 
     def wait(self, timeout: object = None) -> bool:
         """Wait for the late end."""
         self.ended.result()
+        if self.reach is not None:
+            self.reach()
         return True
 
     def is_completed(self) -> bool:
@@ -61,6 +77,7 @@ class SlowLink:
     delay_s: float = 0.0  # of each collective
     bytes_per_s: float | None = None  # None: bytes take no time
     seconds: float = 0.0  # that the link took since this was set to 0
+    clock: LinkClock | None = None  # None: the link takes its time on the clock of the wall alone
     _threads: dict[int, ThreadPoolExecutor] = field(default_factory=dict)  # by process: threads do not survive a fork
     _coalesced: list[float] | None = None  # seconds of the collectives of an open `dist._coalescing_manager`
 
@@ -81,8 +98,7 @@ class SlowLink:
             with manager(*arguments, **options) as works:
                 yield together
             seconds, self._coalesced = sum(self._coalesced), None
-            self.seconds += seconds
-            together.late = LateWork(self._thread.submit(_pass, works, seconds))
+            together.late = self._start(works, seconds)
             if not options.get("async_ops"):
                 together.wait()
 
@@ -91,6 +107,12 @@ class SlowLink:
     @property
     def _thread(self) -> ThreadPoolExecutor:
         return self._threads.setdefault(os.getpid(), ThreadPoolExecutor(1))
+
+    def _start(self, work: Any, seconds: float) -> LateWork:
+        """Let the link carry a collective that has been started."""
+        self.seconds += seconds
+        reach = None if self.clock is None else partial(self.clock.reach, self.clock.carry(seconds))
+        return LateWork(self._thread.submit(_pass, work, seconds), reach)
 
     def _delayed(self, collective: Callable[..., Any], position: int) -> Callable[..., Any]:
         """Return the collective on this link; `position`: of the argument that is the whole tensor, or list of them.
@@ -108,9 +130,7 @@ class SlowLink:
             work = collective(*tensors, async_op=True, **options)
             if work is None:  # of a group without this rank, or coalesced with others: whoever waits for those waits
                 return None
-            seconds = self._seconds_of(tensors[position], num_passes)
-            self.seconds += seconds
-            late = LateWork(self._thread.submit(_pass, work, seconds))
+            late = self._start(work, self._seconds_of(tensors[position], num_passes))
             if async_op:
                 return late
             late.wait()
