@@ -52,8 +52,12 @@ def image_sides(patches: float) -> tuple[int, int]:
 def _row(folder: Path, lengths: SampleLengths, sample: int, scale: int, rng: np.random.Generator) -> dict[str, Any]:
     """Return a sample's row; write its media unless they are there."""
     of = {unit: range(items.first[sample], items.first[sample + 1]) for unit, items in lengths.items.items()}
-    images = [_image(folder, patches / scale, rng) for patches in _tokens(lengths.items.get("vision"), of.get("vision"))]
-    clips = [_clip(folder, tokens / scale, rng) for tokens in _tokens(lengths.items.get(AUDIO.name), of.get(AUDIO.name))]
+    images = [
+        _image(folder, patches / scale, rng) for patches in _tokens(lengths.items.get("vision"), of.get("vision"))
+    ]
+    clips = [
+        _clip(folder, tokens / scale, rng) for tokens in _tokens(lengths.items.get(AUDIO.name), of.get(AUDIO.name))
+    ]
     drawn = [_image(folder, 4 * PATCH, rng) for _ in of.get(GENERATOR, ())]
     text = lengths.tokens[sample] - sum(
         int(lengths.items[unit].features[numbers.start : numbers.stop].sum()) for unit, numbers in of.items()

@@ -40,14 +40,15 @@ from scripts.linked_ranks import MEGABYTES_PER_S, link_ranks
 from scripts.measurements import machine, set_options
 from scripts.miniature_data import write_data
 from scripts.paper_data import DATA_FOLDER, ROOT
+from scripts.paper_miniatures_page import FIGURE, RECORD_FILE, miniatures_figure
 from scripts.paper_record import planner_tree
 from scripts.replayed_steps import replayed_steps
 
-DATA_FILE, RECORD_FILE = DATA_FOLDER / "miniatures.yaml", DATA_FOLDER / "miniatures.json"
+DATA_FILE = DATA_FOLDER / "miniatures.yaml"
 PAPER_RECIPES = ROOT / "recipes" / "whatif" / "papers"
 NUM_TIMED_RANKS = 2
 NUM_SAMPLES = 1200
-NUM_WARM_UP = 2  # steps at the beginning of a run that are not counted
+NUM_WARM_UP = 1  # steps at the beginning of a run that are not counted
 NUM_REHEARSED = 2  # steps of each case that are rehearsed
 
 
@@ -214,8 +215,8 @@ def rehearse_case(miniature: Miniature, case: Mapping[str, Any], plan_file: Path
     return [round(result.scheduled_s[0], 4) for result in results]
 
 
-def measure(miniature: Miniature, options: argparse.Namespace) -> dict[str, Any]:
-    """Plan and run all cases of a miniature; return its part of the record."""
+def measure(miniature: Miniature, options: argparse.Namespace) -> None:
+    """Plan and run all cases of a miniature, and record them; rounds of the same plans are added to those before."""
     prepare(miniature)
     if not options.modelled and not miniature.costs_file.exists():
         measure_costs(miniature)
@@ -232,16 +233,31 @@ def measure(miniature: Miniature, options: argparse.Namespace) -> dict[str, Any]
     for row in rows:
         print(f"{miniature.name}: {row['name']}: {row['layout']}, {seconds_per_sample(row) * 1e3:.1f} ms a sample, "
               f"peak {row['peak_gib']} GiB, {row['recomputed']}", flush=True)  # fmt: skip
-    if not options.plans and is_timed:
-        for _ in range(options.rounds):
-            for case, file, row in zip(cases, plan_files, rows, strict=True):
-                row.setdefault("rounds", []).append(train(miniature, case, file, num_steps))
-    elif not options.plans:
-        for case, file, row in zip(cases, plan_files, rows, strict=True):
-            row["rehearsed_s"] = rehearse_case(miniature, case, file)
     header = {"paper": miniature.fields["paper"], "title": miniature.fields["title"], "ranks": miniature.ranks}
     about = {"date": time.strftime("%Y-%m-%d"), "machine": machine(), "tree": planner_tree()}
-    return {**header, **about, "ratios": rounded(ratios), "cases": rows}
+    part = {**header, **about, "ratios": rounded(ratios), "cases": rows}
+    if options.plans:
+        return
+    if is_timed:
+        keep_rounds(part, miniature.name, options.record)
+        for _ in range(options.rounds):
+            taken = [train(miniature, case, file, num_steps) for case, file in zip(cases, plan_files, strict=True)]
+            for row, each in zip(rows, taken, strict=True):
+                row.setdefault("rounds", []).append(each)
+            save(miniature.name, part, options.record)
+    else:
+        for case, file, row in zip(cases, plan_files, rows, strict=True):
+            row["rehearsed_s"] = rehearse_case(miniature, case, file)
+        save(miniature.name, part, options.record)
+
+
+def keep_rounds(part: Mapping[str, Any], name: str, file: Path) -> None:
+    """Take the rounds of the record over where all cases are predicted as they were: same plans, same costs."""
+    saved = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"miniatures": {}}
+    old = saved["miniatures"].get(name, {"cases": []})["cases"]
+    if [row["predicted_s"] for row in old] == [row["predicted_s"] for row in part["cases"]]:
+        for row, before in zip(part["cases"], old, strict=True):
+            row["rounds"] = before["rounds"]
 
 
 def seconds_per_sample(row: Mapping[str, Any]) -> float:
@@ -264,26 +280,28 @@ def main() -> None:
     parser.add_argument("--modelled", action="store_true", help="plan by the hardware preset, measure no costs")
     parser.add_argument("--rounds", type=int, default=3, help="times that every case is trained")
     parser.add_argument("--steps", type=int, default=6, help="steps that count in a run")
+    parser.add_argument("--file", type=Path, default=DATA_FILE, help="that says which miniatures there are")
+    parser.add_argument("--record", type=Path, default=RECORD_FILE, help="file to write")
     parser.add_argument("--folder", type=Path, help="to keep data, costs and plans in")
     options = parser.parse_args()
     with contextlib.ExitStack() as stack:
         folder = options.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         folder.mkdir(exist_ok=True)
         link_ranks(folder)
-        for miniature in load_miniatures(folder):
+        for miniature in load_miniatures(folder, options.file):
             if options.only and miniature.name not in options.only:
                 continue
-            part = measure(miniature, options)
-            if not options.plans:
-                save(miniature.name, part)
+            measure(miniature, options)
 
 
-def save(name: str, part: Mapping[str, Any], file: Path = RECORD_FILE) -> None:
-    """Put a miniature's part into the record."""
+def save(name: str, part: Mapping[str, Any], file: Path) -> None:
+    """Put a miniature's part into the record, and draw the page's figure again."""
     record = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"miniatures": {}}
     record["megabytes_per_s"] = MEGABYTES_PER_S
     record["miniatures"][name] = part
     file.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    if file == RECORD_FILE:
+        FIGURE.write_text(miniatures_figure(record), encoding="utf-8")
 
 
 if __name__ == "__main__":

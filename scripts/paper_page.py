@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from scripts.paper_data import PAPERS, Cell, Papers, Run, Table
 from scripts.paper_figures import FIGURES
 from scripts.paper_headlines import NOT_PLANNED, headline_lines, paper_title, short_refusal
+from scripts.paper_miniatures_page import miniatures_section
 from scripts.paper_pictures import picture_name
 from scripts.paper_record import Entry, Record
 
@@ -12,6 +13,7 @@ from scripts.paper_record import Entry, Record
 def papers_page(papers: Papers, record: Record, introduction: str) -> str:
     """Return docs/papers.md."""
     lines = [introduction.rstrip(), "", *_summary(papers, record), "## Headlines", "", *_headlines(papers, record)]
+    lines += ["", *miniatures_section()]
     for paper, source in PAPERS.items():
         lines += ["", f"## {paper_title(paper)}: tables", "", f"{source}."]
         for table in papers.tables:

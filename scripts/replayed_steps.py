@@ -61,7 +61,9 @@ class RecordedTiming:
 
 
 def replayed_steps(recipe: Recipe, plan: Plan, batches: Sequence[BatchMeta], recorded: Path, first: int) -> list[float]:
-    """Return the seconds of steps whose actions ranks have recorded in `recorded`, the first of which is number `first`.
+    """Return the seconds of the steps of `batches`, whose actions ranks have recorded in `recorded`.
+
+    first: position of the first of them among the recorded steps.
 
     Ranks of a `replicated` plan wait for each other in every layer, so an action takes as long as on the slowest rank.
     All others wait for messages, which the simulator puts between their actions.

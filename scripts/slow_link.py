@@ -122,15 +122,16 @@ class SlowLink:
         num_passes = 2 if collective.__name__ == "all_reduce" else 1
 
         def run(*tensors: Any, async_op: bool = False, **options: Any) -> LateWork | None:
+            whole = [*tensors, *options.values()][position]  # FSDP2 names its tensors
             if self._coalesced is not None:
-                self._coalesced.append(self._seconds_of(tensors[position], num_passes))
+                self._coalesced.append(self._seconds_of(whole, num_passes))
                 return collective(*tensors, async_op=async_op, **options)  # type: ignore[no-any-return]
             if not self.delay_s and self.bytes_per_s is None:
                 return collective(*tensors, async_op=async_op, **options)  # type: ignore[no-any-return]
             work = collective(*tensors, async_op=True, **options)
             if work is None:  # of a group without this rank, or coalesced with others: whoever waits for those waits
                 return None
-            late = self._start(work, self._seconds_of(tensors[position], num_passes))
+            late = self._start(work, self._seconds_of(whole, num_passes))
             if async_op:
                 return late
             late.wait()
