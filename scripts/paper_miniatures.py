@@ -39,12 +39,11 @@ from mmtrain.report.scaling import layout_text
 from scripts.linked_ranks import MEGABYTES_PER_S, link_ranks
 from scripts.measurements import machine, set_options
 from scripts.miniature_data import write_data
-from scripts.paper_data import DATA_FOLDER, ROOT
-from scripts.paper_miniatures_page import FIGURE, RECORD_FILE, miniatures_figure
+from scripts.paper_data import ROOT
+from scripts.paper_miniatures_page import DATA_FILE, FIGURE, RECORD_FILE, miniatures_figure
 from scripts.paper_record import planner_tree
-from scripts.replayed_steps import replayed_steps
+from scripts.replayed_steps import replay_steps
 
-DATA_FILE = DATA_FOLDER / "miniatures.yaml"
 PAPER_RECIPES = ROOT / "recipes" / "whatif" / "papers"
 NUM_TIMED_RANKS = 2
 NUM_SAMPLES = 1200
@@ -168,9 +167,10 @@ def train(miniature: Miniature, case: Mapping[str, Any], plan_file: Path, num_st
     recipe = load_recipe(miniature.recipe_file, settings).recipe
     plan = Plan.model_validate_json(plan_file.read_text(encoding="utf-8"))
     batches = step_batches(recipe, index_recipe(recipe), plan, range(NUM_WARM_UP + 1, num_steps + 1))
-    core_s = replayed_steps(recipe, plan, batches, ranks_folder(miniature), NUM_WARM_UP)
+    replayed = replay_steps(recipe, plan, batches, ranks_folder(miniature), NUM_WARM_UP)
     return {
-        "core_s": [round(seconds, 4) for seconds in core_s],
+        "core_s": [round(seconds, 4) for seconds in replayed.step_s],
+        "kinds": rounded(replayed.kinds),
         "wall_s": [round(step["step_time_s"], 4) for step in steps],
         "loss": [round(step["loss"], 6) for step in steps],
         "waited_share": [round(of["waited_s"] / (of["ran_s"] + of["waited_s"]), 3) for of in usage],
@@ -269,6 +269,8 @@ def rounded(value: Any) -> Any:
     """Round every float inside to four digits."""
     if isinstance(value, Mapping):
         return {key: rounded(item) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return [rounded(item) for item in value]
     return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
@@ -298,7 +300,9 @@ def save(name: str, part: Mapping[str, Any], file: Path) -> None:
     """Put a miniature's part into the record, and draw the page's figure again."""
     record = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"miniatures": {}}
     record["megabytes_per_s"] = MEGABYTES_PER_S
-    record["miniatures"][name] = part
+    parts = record["miniatures"] | {name: part}
+    names = yaml.safe_load(DATA_FILE.read_text(encoding="utf-8"))["miniatures"]
+    record["miniatures"] = {name: parts[name] for name in names if name in parts}
     file.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     if file == RECORD_FILE:
         FIGURE.write_text(miniatures_figure(record), encoding="utf-8")

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from scripts.paper_data import DATA_FOLDER, ROOT
 
-RECORD_FILE = DATA_FOLDER / "miniatures.json"
+DATA_FILE, RECORD_FILE = DATA_FOLDER / "miniatures.yaml", DATA_FOLDER / "miniatures.json"
 TEXT_FILE = DATA_FOLDER / "miniatures.md"
 FIGURE = ROOT / "docs" / "papers_miniatures.svg"
 Json = Mapping[str, Any]
@@ -80,15 +82,17 @@ def miniatures_section(record_file: Path = RECORD_FILE) -> list[str]:
     record = load_record(record_file)
     lines = ["## Miniatures that ran", "", *TEXT_FILE.read_text(encoding="utf-8").rstrip().splitlines(), ""]
     lines += [f"![Speed-ups of miniatures, predicted and seen]({FIGURE.name})", ""]
-    for part in record["miniatures"].values():
-        lines += [*_miniature(part), ""]
+    asked = yaml.safe_load(DATA_FILE.read_text(encoding="utf-8"))["miniatures"]
+    for name, part in record["miniatures"].items():
+        lines += [*_miniature(part), "", asked[name]["finding"], ""]
     return lines[:-1]
 
 
 def _miniature(part: Json) -> Iterator[str]:
     is_trained = "rounds" in part["cases"][0]
-    how = f"trained, {len(part['cases'][0]['rounds'])} rounds" if is_trained else f"rehearsed on {part['ranks']} ranks"
-    yield f"**{part['title']}** ({how}; `{part['paper']}`; {part['date']}). {_ratios(part['ratios'])}"
+    rounds = len(part["cases"][0].get("rounds", ()))
+    how = f"trained {rounds} {'time' if rounds == 1 else 'times'}" if is_trained else "rehearsed"
+    yield f"**{part['title']}** ({part['ranks']} ranks, {how}; `{part['paper']}`). {_ratios(part['ratios'])}"
     yield ""
     seen = "trained" if is_trained else "rehearsed"
     yield f"| case | plan | predicted, ms a sample | {seen} | predicted speed-up | {seen} | waited for a core |"

@@ -13,7 +13,7 @@ from scripts.paper_record import Entry, Record
 def papers_page(papers: Papers, record: Record, introduction: str) -> str:
     """Return docs/papers.md."""
     lines = [introduction.rstrip(), "", *_summary(papers, record), "## Headlines", "", *_headlines(papers, record)]
-    lines += ["", *miniatures_section()]
+    lines += miniatures_section()
     for paper, source in PAPERS.items():
         lines += ["", f"## {paper_title(paper)}: tables", "", f"{source}."]
         for table in papers.tables:

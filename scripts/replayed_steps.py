@@ -9,7 +9,9 @@ from mmtrain.balance import BatchMeta
 from mmtrain.planning import Plan
 from mmtrain.planning.evaluate.simulate_plan import plan_timing
 from mmtrain.program import (
+    Backward,
     Compute,
+    Forward,
     Microbatch,
     ModelTiming,
     Partial,
@@ -21,6 +23,7 @@ from mmtrain.program import (
     simulate,
 )
 from mmtrain.program.ir.actions import Action, Collective
+from mmtrain.program.ir.segments import direction, expand_all
 from mmtrain.recipe import Recipe
 
 
@@ -60,36 +63,56 @@ class RecordedTiming:
         return self.timing.activation_bytes(stage, mb)
 
 
-def replayed_steps(recipe: Recipe, plan: Plan, batches: Sequence[BatchMeta], recorded: Path, first: int) -> list[float]:
-    """Return the seconds of the steps of `batches`, whose actions ranks have recorded in `recorded`.
+@dataclass
+class ReplayedSteps:
+    """Steps that were put together from recorded actions."""
 
-    first: position of the first of them among the recorded steps.
+    step_s: list[float]
+    # Predicted and recorded seconds by kind of action, such as `forward llm`, of all steps and stages together.
+    kinds: dict[str, tuple[float, float]]
+
+
+def replay_steps(recipe: Recipe, plan: Plan, batches: Sequence[BatchMeta], recorded: Path, first: int) -> ReplayedSteps:
+    """Put the steps of `batches` together from the actions that ranks have recorded in `recorded`.
 
     Ranks of a `replicated` plan wait for each other in every layer, so an action takes as long as on the slowest rank.
     All others wait for messages, which the simulator puts between their actions.
+
+    first: position of the first of the steps among the recorded ones.
     """
-    of_ranks = [
-        json.loads((recorded / f"rank-{rank}.json").read_text(encoding="utf-8"))["steps"]
-        for rank in range(plan.world_size)
-    ]
-    return [
-        _replayed(recipe, plan, batch, [steps[first + number] for steps in of_ranks])
-        for number, batch in enumerate(batches)
-    ]
+    files = [recorded / f"rank-{rank}.json" for rank in range(plan.world_size)]
+    of_ranks = [json.loads(file.read_text(encoding="utf-8"))["steps"] for file in files]
+    replayed = ReplayedSteps([], {})
+    for number, batch in enumerate(batches, start=first):
+        timing = plan_timing(recipe, plan, batch)
+        program = build_program(timing.graph, kind=plan.schedule.kind, order=plan.schedule.order)
+        steps = [steps[number] for steps in of_ranks]
+        if plan.placement == "replicated":
+            steps = [[max(of_action) for of_action in zip(*steps, strict=True)]]
+            replayed.step_s.append(sum(steps[0]))
+        else:
+            by_action = _by_action(program, steps)
+            replayed.step_s.append(simulate(program, RecordedTiming(timing, by_action)).step_time_s)
+        for rank, of_rank in enumerate(steps):
+            _add_kinds(replayed.kinds, program, timing, rank, of_rank)
+    return replayed
 
 
-def _replayed(recipe: Recipe, plan: Plan, batch: BatchMeta, of_ranks: Sequence[Sequence[float]]) -> float:
-    if plan.placement == "replicated":
-        return sum(map(max, zip(*of_ranks, strict=True)))
-    timing = plan_timing(recipe, plan, batch)
-    program = build_program(timing.graph, kind=plan.schedule.kind, order=plan.schedule.order)
-    return simulate(program, RecordedTiming(timing, _by_action(program, of_ranks))).step_time_s
+def _add_kinds(
+    kinds: dict[str, tuple[float, float]], program: Program, timing: ModelTiming, rank: int, seconds: Sequence[float]
+) -> None:
+    """Add a rank's forwards and backwards of a step to `kinds`."""
+    for action, took_s in zip(expand_all(program.graph, program.for_rank(rank)), seconds, strict=True):
+        if isinstance(action, Forward | Backward | Partial):
+            kind = f"{'forward' if direction(action) == 'F' else 'backward'} {action.stage.unit}"
+            predicted_s, recorded_s = kinds.get(kind, (0.0, 0.0))
+            kinds[kind] = predicted_s + timing.compute(action), recorded_s + took_s
 
 
 def _by_action(program: Program, of_ranks: Sequence[Sequence[float]]) -> dict[Action, float]:
     """Return the seconds of each action, of collectives those of the rank that took longest."""
     seconds: dict[Action, float] = {}
     for rank, of_rank in enumerate(of_ranks):
-        for action, took_s in zip(program.for_rank(rank), of_rank, strict=True):
+        for action, took_s in zip(expand_all(program.graph, program.for_rank(rank)), of_rank, strict=True):
             seconds[action] = max(took_s, seconds.get(action, 0.0))
     return seconds
