@@ -51,7 +51,7 @@ def test_the_record_has_as_many_times_as_steps(name: str) -> None:
     rows = RECORD["miniatures"][name]["cases"]
     for row in rows:
         num_steps = len(row["samples"])
-        seen = [each["core_s"] for each in row.get("rounds", ())] or [row["rehearsed_s"]]
+        seen = [each["core_s"] for each in row.get("rounds", ())] or [row["rehearsed_ratio"]]
         assert [len(steps) for steps in (row["predicted_s"], *seen)] == [num_steps] * (1 + len(seen))
         assert min(min(row["predicted_s"]), *map(min, seen)) > 0
         for each in row.get("rounds", ()):
