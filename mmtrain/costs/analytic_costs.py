@@ -1,6 +1,7 @@
 """`AnalyticCosts`: a roofline model of a layer's GEMMs, element-wise work and kernel launches."""
 
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from functools import lru_cache
 
 from mmtrain.costs import layer_arithmetic as analytic
@@ -89,8 +90,8 @@ def gemm_seconds(hardware: Hardware, precision: Precision, gemm: Gemm) -> float:
     m, n, k = gemm.m, gemm.n, gemm.k
     if m == 0:
         return 0.0
-    rate = hardware.peak_flops(precision) * hardware.efficiency_at(m, n, k)
-    operands = (m * k + k * n + m * n) * ELEMENT_BYTES[precision]
+    rate = hardware.peak_flops(precision) * hardware.efficiency_at(-(-m // gemm.groups), n, k)
+    operands = (m * k + gemm.num_weights + m * n) * ELEMENT_BYTES[precision]
     return max(gemm.flops * hardware.slowest_rank_ratio / rate, operands / hardware.moved_bytes_per_s)
 
 
@@ -335,7 +336,7 @@ class AnalyticCosts:
             return [0.0] * len(pairs)
         is_backward = direction == "backward"
         seconds = []
-        for linear, pair in zip(adaptable_linears(layer), pairs, strict=True):
+        for linear, pair in zip_longest(adaptable_linears(layer), pairs):
             adapter_s = 0.0
             if pair:
                 low, out = pair
@@ -452,7 +453,7 @@ class AnalyticCosts:
         if not is_chunked or not layer.trains_weights:
             return 0.0
         num_more = (load.tokens - 1) // MLP_CHUNK_TOKENS
-        num_weights = sum(gemm.n * gemm.k for gemm in mlp_arithmetic(layer).gemms(0, 1)) // tp
+        num_weights = sum(gemm.num_weights for gemm in mlp_arithmetic(layer).gemms(0, 1)) // tp
         return num_more * num_weights * 2 * BYTES_PER_GRADIENT / self.hardware.moved_bytes_per_s
 
     def _backward_reduces(self, layer: LayerShape, tp: int, load: TokenLoad, weight_grad: bool) -> float:

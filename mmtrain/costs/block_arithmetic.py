@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeAlias
 
 from mmtrain.costs import generator_arithmetic as diffusion
 from mmtrain.costs.cost_model import TokenLoad
-from mmtrain.models.shapes.layer_shape import Attention, DenseMlp, LayerShape
+from mmtrain.models.shapes.layer_shape import Attention, DenseMlp, LayerShape, MoeMlp
 
 INDEX_BYTES = 8
 FP32_BYTES = 4
@@ -17,11 +17,17 @@ FP32_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class Gemm:
-    """The product (m, k) x (k, n) of activations with a weight."""
+    """The product (m, k) x (k, n) of activations with a weight, or of even parts of the rows with a weight each."""
 
     m: int
     n: int
     k: int
+    groups: int = 1  # weights
+
+    @property
+    def num_weights(self) -> int:
+        """Numbers of its weights."""
+        return self.groups * self.n * self.k
 
     @property
     def flops(self) -> int:
@@ -203,13 +209,82 @@ class DenseMlpArithmetic:
         return widths
 
     @property
+    def inner_width(self) -> int:
+        """Numbers that the activation function makes of a token."""
+        return self.mlp.ffn
+
+    @property
+    def copied_width(self) -> int:
+        """Numbers of a token that are copied before the first linear and behind the last one: none."""
+        return 0
+
+    @property
     def elementwise_width(self) -> int:
         """How many numbers the activation function reads and writes for a token."""
         return self.mlp.first_width + self.mlp.ffn
 
 
+class MoeMlpArithmetic:
+    """The costs of a mixture of experts, each of which computes as many tokens as any other."""
+
+    __slots__ = ("layer", "mlp")
+
+    def __init__(self, layer: LayerShape, mlp: MoeMlp) -> None:
+        self.layer = layer
+        self.mlp = mlp
+
+    def gemms(self, tokens: int, tp: int) -> tuple[Gemm, ...]:
+        """Return the GEMMs with weights that one of `tp` ranks computes in forward: the experts', then the router's.
+
+        A group of ranks scores all tokens on each rank.
+        """
+        hidden, mlp = self.layer.hidden, self.mlp
+        rows = tokens * mlp.top_k
+        first = Gemm(rows, mlp.first_width // tp, hidden, mlp.experts)
+        return first, Gemm(rows, hidden, mlp.expert_ffn // tp, mlp.experts), Gemm(tokens, mlp.experts, hidden)
+
+    def num_parameters(self) -> PartParameters:
+        """Return the number of parameters."""
+        hidden, mlp = self.layer.hidden, self.mlp
+        return PartParameters(mlp.experts * (mlp.first_width + mlp.expert_ffn) * hidden, mlp.experts * hidden)
+
+    def saved(self) -> SavedWidths:
+        """Return what it keeps of a token: for each of its experts a copy of the input, the inner widths, the output.
+
+        The router keeps its probabilities in fp32; weights and places of the token's experts are as many numbers.
+        """
+        mlp = self.mlp
+        inner = mlp.first_width + mlp.expert_ffn * (2 - self.layer.recomputes_activation)
+        fixed_bytes = FP32_BYTES * mlp.experts + (FP32_BYTES + INDEX_BYTES) * 2 * mlp.top_k
+        return SavedWidths(mlp.top_k * inner, 2 * mlp.top_k * self.layer.hidden, fixed_bytes)
+
+    def read_by_weight_gradients(self, tp: int) -> dict[str, int]:
+        """Return, by module, the numbers that a rank keeps of a token only for gradients of the module's weights."""
+        mlp = self.mlp
+        widths = {"mlp.experts.linear_fc1": mlp.top_k * self.layer.hidden}
+        if not self.layer.recomputes_activation:
+            widths["mlp.experts.linear_fc2"] = mlp.top_k * mlp.expert_ffn // tp
+        return widths
+
+    @property
+    def inner_width(self) -> int:
+        """Numbers that the activation functions make of a token, in all of its experts."""
+        return self.mlp.top_k * self.mlp.expert_ffn
+
+    @property
+    def copied_width(self) -> int:
+        """Numbers of a token that are copied for its experts, as many as come back from them."""
+        return self.mlp.top_k * self.layer.hidden
+
+    @property
+    def elementwise_width(self) -> int:
+        """How many numbers the activation functions read and write for a token, in all of its experts."""
+        mlp = self.mlp
+        return mlp.top_k * (mlp.first_width + mlp.expert_ffn)
+
+
 MixerArithmetic: TypeAlias = AttentionArithmetic
-MlpArithmetic: TypeAlias = DenseMlpArithmetic
+MlpArithmetic: TypeAlias = DenseMlpArithmetic | MoeMlpArithmetic
 
 
 def mixer_arithmetic(layer: LayerShape) -> MixerArithmetic:
@@ -226,6 +301,8 @@ def mlp_arithmetic(layer: LayerShape) -> MlpArithmetic:
     match layer.mlp:
         case DenseMlp() as mlp:
             return DenseMlpArithmetic(layer, mlp)
+        case MoeMlp() as mlp:
+            return MoeMlpArithmetic(layer, mlp)
         case None:
             raise AssertionError(f"a {layer.kind} without an MLP")
 

@@ -26,6 +26,7 @@ NORM, QKV, ATTENTION, PROJECTION, NORM_MLP, UP, DOWN, ADD = range(len(BLOCK_PIEC
 _REDUCED: dict[PassDirection, tuple[int, ...]] = {"forward": (PROJECTION, DOWN), "backward": (QKV, UP)}
 _GATHERED: dict[PassDirection, tuple[int, ...]] = {"forward": (NORM, NORM_MLP), "backward": (ADD, NORM_MLP)}
 _WIDTHS = {NORM: 2, NORM_MLP: 5, ADD: 3}  # of the residual stream that norms and additions read and write
+_GEMM_PIECES = (QKV, PROJECTION, UP, DOWN, UP)  # of a router, behind the others, `UP`
 # By piece, the kernels that `analytic_costs.FORWARD_KERNELS` counts for the block.
 _KERNELS = {"vit_block": (1, 2, 2, 1, 2, 2, 1, 1), "decoder_block": (1, 3, 8, 1, 2, 3, 1, 1)}
 
@@ -34,7 +35,7 @@ _KERNELS = {"vit_block": (1, 2, 2, 1, 2, 2, 1, 1), "decoder_block": (1, 3, 8, 1,
 class BlockSeconds:
     """The seconds of one direction of a block by kind of work."""
 
-    gemms: Sequence[float]  # of the four GEMMs with weights, in forward order
+    gemms: Sequence[float]  # of the four GEMMs with weights, in forward order, and that of a router, if there is one
     attention: float
     elementwise: float  # of all element-wise work
     launches: float  # of starting all kernels
@@ -138,8 +139,8 @@ def pieces_of(compute: Sequence[float], collectives: Mapping[int, PieceCollectiv
 def piece_compute(layer: LayerShape, tp: int, direction: PassDirection, seconds: BlockSeconds) -> list[float]:
     """Divide what a block computes among its pieces, in the order of `BLOCK_PIECES`."""
     compute = [0.0] * len(BLOCK_PIECES)
-    for piece, gemm_s in zip((QKV, PROJECTION, UP, DOWN), seconds.gemms, strict=True):
-        compute[piece] = gemm_s
+    for piece, gemm_s in zip(_GEMM_PIECES, seconds.gemms, strict=False):
+        compute[piece] += gemm_s
     compute[ATTENTION] += seconds.attention
     compute[QKV] += seconds.kv_gather
     elements = _elements(layer, tp)

@@ -7,6 +7,7 @@ step times (scripts/bench_known.py), so that constants of the hardware are not b
 
 from dataclasses import dataclass
 
+from mmtrain.costs.block_arithmetic import mlp_arithmetic
 from mmtrain.models.shapes.model_shape import LayerShape
 
 _BLOCKS = ("vit_block", "decoder_block")
@@ -53,7 +54,7 @@ class Execution:
         if layer.kind not in _BLOCKS:
             return 0.0
         whole = 2 * (self.norm_moves - _FUSED_NORM_MOVES) + 2 * _MASK_MOVES * self.dropout
-        attention, ffn = layer.attention, layer.dense_mlp.ffn
+        attention, ffn = layer.attention, mlp_arithmetic(layer).inner_width
         rotated = (attention.heads + attention.kv_heads) * attention.head_dim * int(attention.rotates)
         split = rotated * (self.rotation_moves - _FUSED_ROTATION_MOVES) + ffn * self.activation_extra_moves
         return tokens * (whole * layer.hidden + split / tp)

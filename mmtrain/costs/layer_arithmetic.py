@@ -16,6 +16,7 @@ All figures that mmtrain prints follow these conventions:
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import zip_longest
 
 from mmtrain.costs import generator_arithmetic as diffusion
 from mmtrain.costs import resampler_arithmetic as resampler
@@ -28,7 +29,15 @@ from mmtrain.costs.block_arithmetic import (
     mlp_arithmetic,
 )
 from mmtrain.costs.cost_model import TokenLoad
-from mmtrain.models.shapes.model_shape import LayerShape, LossSizes, ModelShape, UnitShape, adaptable_linears
+from mmtrain.models.shapes.layer_shape import block_linears
+from mmtrain.models.shapes.model_shape import (
+    BLOCK_KINDS,
+    LayerShape,
+    LossSizes,
+    ModelShape,
+    UnitShape,
+    adaptable_linears,
+)
 
 # Kinds of layers without a trainable norm between their input and their first GEMM.
 READS_INPUT_RAW = ("patch_embed", "audio_embed", "projector", "resampler", "context_projector")
@@ -71,7 +80,7 @@ def adapter_gemms(layer: LayerShape, load: TokenLoad, tp: int = 1) -> tuple[tupl
         return ((),) * len(gemms(layer, load, tp))
     return tuple(
         (Gemm(gemm.m, lora.rank, gemm.k), Gemm(gemm.m, gemm.n, lora.rank)) if linear in lora.linears else ()
-        for linear, gemm in zip(adaptable_linears(layer), gemms(layer, load, tp), strict=True)
+        for linear, gemm in zip_longest(adaptable_linears(layer), gemms(layer, load, tp))
     )
 
 
@@ -96,7 +105,7 @@ def _trains_matrices(layer: LayerShape) -> bool:
     """Return whether more of the layer's own weights train than norms and biases, which cost next to nothing."""
     if not layer.frozen or not layer.trains_weights:
         return layer.trains_weights
-    linears = adaptable_linears(layer)
+    linears = block_linears(layer) if layer.kind in BLOCK_KINDS else adaptable_linears(layer)
     return not linears or any(f"{linear}.weight" not in layer.frozen for linear in linears)
 
 
@@ -168,7 +177,7 @@ def num_trained_parameters(layer: LayerShape, tp: int = 1) -> int:
         return layer.queries * layer.hidden
     if _trains_matrices(layer):
         return num_parameters(layer, tp)
-    num_in_matrices = sum(gemm.n * gemm.k for gemm in gemms(layer, TokenLoad(0, 0, 0, 0), tp))
+    num_in_matrices = sum(gemm.num_weights for gemm in gemms(layer, TokenLoad(0, 0, 0, 0), tp))
     num_in_vectors = _num_weights(layer, tp) - num_in_matrices if layer.trains_weights else 0
     return num_in_vectors + _num_adapter_parameters(layer, tp)
 
@@ -356,6 +365,8 @@ def elementwise_elements(layer: LayerShape, load: TokenLoad, tp: int = 1) -> int
             divided = mixer_arithmetic(layer).elementwise_width + mlp_arithmetic(layer).elementwise_width
             residual = 10 * h + (4 * h if layer.layer_scale or layer.post_norms else 0)
             residual += 3 * h * int(layer.adds_carried)
+            # To an expert a row is read and written; on its way back it is so twice, weighted and summed.
+            residual += 5 * mlp_arithmetic(layer).copied_width
             return t * (residual + divided // tp)
         case "projector":
             joins = 2 * feature_rows(layer, load) * layer.out_width if layer.carried_in else 0
@@ -383,7 +394,7 @@ def activation_function_elements(layer: LayerShape, load: TokenLoad, tp: int = 1
 
 def activation_output_bytes(layer: LayerShape, load: TokenLoad, element_bytes: int, tp: int = 1) -> int:
     """Return the bytes of what the activation function of a block's MLP makes."""
-    return load.tokens * (layer.dense_mlp.ffn // tp) * element_bytes
+    return load.tokens * (mlp_arithmetic(layer).inner_width // tp) * element_bytes
 
 
 def input_bytes(layer: LayerShape, load: TokenLoad, element_bytes: int) -> int:

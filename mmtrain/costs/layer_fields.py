@@ -8,16 +8,17 @@ import difflib
 from dataclasses import MISSING, Field, fields
 from typing import Any, get_args, get_type_hints
 
-from mmtrain.models.shapes.layer_shape import Attention, DenseMlp, GeneratorShape, MediaShape, ProjectorShape
+from mmtrain.models.shapes.layer_shape import Attention, DenseMlp, GeneratorShape, MediaShape, MoeMlp, ProjectorShape
 from mmtrain.models.shapes.model_shape import LayerShape
 
-# Records of a layer, by the field that holds them. Another kind of mixer or MLP has its class here too.
-_RECORDS: dict[str, type[Any]] = {
-    "mixer": Attention,
-    "mlp": DenseMlp,
-    "media": MediaShape,
-    "projector": ProjectorShape,
-    "generator": GeneratorShape,
+# Records of a layer, with the field that holds them. Another kind of mixer or MLP has its class here too.
+_HOLDERS: dict[type[Any], str] = {
+    Attention: "mixer",
+    DenseMlp: "mlp",
+    MoeMlp: "mlp",
+    MediaShape: "media",
+    ProjectorShape: "projector",
+    GeneratorShape: "generator",
 }
 _OPTIONAL_RECORDS = ("mixer", "mlp")  # which a layer does not have if none of their fields is stated
 # Not measured apart: what trains, the few vectors that queries are, activation functions that run again, and copies to
@@ -31,9 +32,10 @@ def _default(field: Field[Any]) -> Any:
     return 0 if field.default is MISSING else field.default
 
 
-_RECORD_OF = {field.name: holder for holder, record in _RECORDS.items() for field in fields(record)}
-_DEFAULT_OF_FIELD = {field.name: _default(field) for record in _RECORDS.values() for field in fields(record)} | {
-    field.name: _default(field) for field in fields(LayerShape) if field.name not in ("kind", *_RECORDS, *_NOT_MEASURED)
+_RECORD_OF = {field.name: record for record in _HOLDERS for field in fields(record)}
+_NOT_STATED = ("kind", *_HOLDERS.values(), *_NOT_MEASURED)
+_DEFAULT_OF_FIELD = {field.name: _default(field) for record in _HOLDERS for field in fields(record)} | {
+    field.name: _default(field) for field in fields(LayerShape) if field.name not in _NOT_STATED
 }
 _FIELDS_IN_ORDER = (  # of saved tables; fields of new kinds of mixers and MLPs follow these
     *("hidden", "out", "heads", "kv_heads", "head_dim", "ffn", "gated", "causal", "rotary", "window_side", "chunk"),
@@ -53,8 +55,9 @@ def layer_fields(layer: LayerShape) -> dict[str, Any]:
     """
     stated: dict[str, Any] = {"kind": layer.kind}
     for name, default in _DEFAULTS.items():
-        holder = getattr(layer, _RECORD_OF[name]) if name in _RECORD_OF else layer
-        value = default if holder is None else getattr(holder, name)
+        record = _RECORD_OF.get(name, LayerShape)
+        holder = layer if record is LayerShape else getattr(layer, _HOLDERS[record])
+        value = getattr(holder, name) if isinstance(holder, record) else default
         if value != default:
             stated[name] = list(value) if isinstance(value, tuple) else value
     return stated
@@ -68,13 +71,13 @@ def layer_key(stated: dict[str, Any]) -> str:
 def shape_of_fields(stated: dict[str, Any]) -> LayerShape:
     """Return the layer that such fields describe, without what of it trains."""
     values: dict[str, Any] = {"hidden": 0, "out": 0}
-    in_records: dict[str, dict[str, Any]] = {holder: {} for holder in _RECORDS}
+    in_records: dict[type[Any], dict[str, Any]] = {record: {} for record in _HOLDERS}
     for name, value in stated.items():
         fields_of_holder = in_records[_RECORD_OF[name]] if name in _RECORD_OF else values
         fields_of_holder[name] = tuple(value) if isinstance(value, list) else value
-    for holder, record in _RECORDS.items():
-        if in_records[holder] or holder not in _OPTIONAL_RECORDS:
-            values[holder] = record(**in_records[holder])
+    for record, holder in _HOLDERS.items():
+        if in_records[record] or holder not in _OPTIONAL_RECORDS:
+            values[holder] = record(**in_records[record])
     return LayerShape(**values)
 
 

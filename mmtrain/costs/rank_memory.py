@@ -6,7 +6,7 @@ from functools import cached_property, lru_cache
 
 from mmtrain.costs import generator_arithmetic as diffusion
 from mmtrain.costs import layer_arithmetic as analytic
-from mmtrain.costs.block_arithmetic import mixer_arithmetic
+from mmtrain.costs.block_arithmetic import mixer_arithmetic, mlp_arithmetic
 from mmtrain.costs.context_parallel_costs import exchange_buffer_bytes
 from mmtrain.costs.cost_model import CostModel, TokenLoad
 from mmtrain.costs.gradient_reduction import BYTES_PER_GRADIENT
@@ -392,11 +392,11 @@ def _block_gradient_bytes(held: RankLayer, load: TokenLoad, precision: Precision
     In a recomputed block with many tokens the MLP is computed in chunks, of which one exists at a time, so the block
     then holds less than what its forward would keep.
     """
-    layer = held.layer
-    ffn = layer.dense_mlp.ffn // held.tp
+    layer, mlp = held.layer, mlp_arithmetic(held.layer)
+    ffn = mlp.inner_width // held.tp
     kept = ffn if layer.keeps_activation_output and (held.recompute or not layer.recomputes_activation) else 0
-    input_width = 2 * ffn if layer.dense_mlp.gated else ffn
-    gathered = layer.hidden if held.sp else 0
+    input_width = mlp.elementwise_width // held.tp - ffn
+    gathered = layer.hidden * held.sp + mlp.copied_width
     last_linear = gathered + 2 * ffn - kept  # the output made again, if it is not kept, and its gradient
     activation = ffn + input_width - kept
     first_linear = gathered + layer.hidden - kept

@@ -13,6 +13,7 @@ _ARCHITECTURES = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
 }
 
 
@@ -41,17 +42,33 @@ def decoder_config(model: NewModel) -> dict[str, Any]:
         config["rope_scaling"] = rope_scaling_config(scaling)
     if model_type == "gemma3_text":
         return config | _gemma_config(llm)
-    return config | {"hidden_act": "silu"} | _window_config(llm, model_type)
+    return config | {"hidden_act": "silu"} | _window_config(llm, model_type) | _moe_config(llm)
 
 
 def _model_type(llm: Settings) -> str:
     if llm["zero_centered_norms"]:
         return "gemma3_text"
+    if llm["moe"] is not None:
+        return "qwen3_moe"
     if llm["qk_norm"]:
         return "qwen3"
     if llm["qkv_bias"]:
         return "qwen2"
     return "llama" if llm["window"] is None else "mistral"
+
+
+def _moe_config(llm: Settings) -> dict[str, Any]:
+    moe = llm["moe"]
+    if moe is None:
+        return {}
+    return {
+        "num_experts": moe["experts"],
+        "num_experts_per_tok": moe["top_k"],
+        "moe_intermediate_size": moe["ffn"],
+        "norm_topk_prob": moe["normalize"],
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": list(moe["dense_blocks"]),
+    }
 
 
 def _window_config(llm: Settings, model_type: str) -> dict[str, Any]:

@@ -40,6 +40,7 @@ def decoder_settings(
         "head_dim": config.optional_integer("head_dim", assumed.get("head_dim")) or hidden // heads,
         "ffn": config.integer("intermediate_size", assumed["intermediate_size"]),
         "mlp": "swiglu",
+        "moe": None,
         "qk_norm": False,
         "window": None,
         "full_attention_blocks": (),
@@ -67,16 +68,17 @@ def decoder_weights(
     last = layers + 1
     yield vocabulary("llm.layers.0.table.weight", f"{model}embed_tokens.weight", vocab, hidden)
     for block in range(layers):
-        yield from _block_weights(llm, f"llm.layers.{block + 1}.", f"{model}layers.{block}.")
+        yield from _block_weights(llm, block, f"{model}layers.{block}.")
     yield as_is(f"llm.layers.{last}.norm.weight", f"{model}norm.weight", (hidden,))
     if not llm["tie_embeddings"]:
         yield vocabulary(f"llm.layers.{last}.output.weight", "lm_head.weight", vocab, hidden)
 
 
-def _block_weights(llm: Settings, ours: str, theirs: str) -> Iterator[ParameterSource]:
+def _block_weights(llm: Settings, block: int, theirs: str) -> Iterator[ParameterSource]:
+    ours = f"llm.layers.{block + 1}."
     hidden, ffn = llm["hidden"], llm["ffn"]
     heads, kv_heads, head_dim = llm["heads"], llm["kv_heads"], llm["head_dim"]
-    attention, mlp = f"{theirs}self_attn.", f"{theirs}mlp."
+    attention = f"{theirs}self_attn."
     yield as_is(f"{ours}input_layernorm.weight", f"{theirs}input_layernorm.weight", (hidden,))
     for kind, inputs in (("weight", (hidden,)), ("bias", ()))[: 1 + llm["qkv_bias"]]:
         projections = (f"{attention}q_proj.{kind}", f"{attention}k_proj.{kind}", f"{attention}v_proj.{kind}")
@@ -92,9 +94,20 @@ def _block_weights(llm: Settings, ours: str, theirs: str) -> Iterator[ParameterS
     if llm["post_norms"]:
         yield as_is(f"{ours}self_attn_bda.norm.weight", f"{theirs}post_attention_layernorm.weight", (hidden,))
         yield as_is(f"{ours}mlp_bda.norm.weight", f"{theirs}post_feedforward_layernorm.weight", (hidden,))
-    gate, up = f"{mlp}gate_proj.weight", f"{mlp}up_proj.weight"
-    yield gate_and_up(f"{ours}mlp.linear_fc1.weight", gate, up, (ffn, hidden))
-    yield as_is(f"{ours}mlp.linear_fc2.weight", f"{mlp}down_proj.weight", (hidden, ffn))
+    moe = llm["moe"]
+    if moe is None or block in moe["dense_blocks"]:
+        yield from _gated_mlp_weights(f"{ours}mlp.", f"{theirs}mlp.", (ffn, hidden))
+        return
+    yield as_is(f"{ours}mlp.router.weight", f"{theirs}mlp.gate.weight", (moe["experts"], hidden))
+    for expert in range(moe["experts"]):
+        of_expert = f"mlp.experts.{expert}."
+        yield from _gated_mlp_weights(f"{ours}{of_expert}", f"{theirs}{of_expert}", (moe["ffn"], hidden))
+
+
+def _gated_mlp_weights(ours: str, theirs: str, shape: tuple[int, int]) -> Iterator[ParameterSource]:
+    """Yield the weights of a gated MLP; `shape` is (inner width, hidden)."""
+    yield gate_and_up(f"{ours}linear_fc1.weight", f"{theirs}gate_proj.weight", f"{theirs}up_proj.weight", shape)
+    yield as_is(f"{ours}linear_fc2.weight", f"{theirs}down_proj.weight", (shape[1], shape[0]))
 
 
 def decoder_buffers(settings: FolderSettings) -> tuple[str, ...]:

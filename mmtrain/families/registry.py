@@ -22,7 +22,7 @@ from mmtrain.families.qwen2_5_vl import QWEN2_5_VL
 from mmtrain.families.qwen2_audio import QWEN2_AUDIO
 from mmtrain.families.qwen2_vl import QWEN2_VL
 from mmtrain.families.qwen3_vl import QWEN3_VL
-from mmtrain.families.text_decoders import LLAMA, MISTRAL, QWEN2, QWEN3
+from mmtrain.families.text_decoders import LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE
 from mmtrain.plugins import find_plugin, installed_plugins
 
 FAMILIES: dict[str, Family] = {
@@ -42,6 +42,7 @@ FAMILIES: dict[str, Family] = {
         QWEN2_5_OMNI,
         QWEN2_5_VL,
         QWEN3,
+        QWEN3_MOE,
         QWEN3_VL,
     )
 }

@@ -69,11 +69,34 @@ def qwen3_settings(config: ConfigSection) -> Settings:
     return {**settings, **qwen_window_settings(config, settings["layers"])}
 
 
+def qwen3_moe_settings(config: ConfigSection) -> Settings:
+    """Return the settings of the LLM. The load-balancing loss is that of `transformers` only where it is off."""
+    settings = qwen3_settings(config)
+    num_blocks = settings["layers"]
+    step, listed = config.integer("decoder_sparse_step", 1), config.value("mlp_only_layers") or []
+    is_list = isinstance(listed, list) and all(type(block) is int and 0 <= block < num_blocks for block in listed)
+    if not is_list:
+        config.reject("mlp_only_layers", f"found {listed}, allowed: numbers of blocks, 0 to {num_blocks - 1}")
+        listed = []
+    config.require("output_router_logits", False, default=False)
+    config.value("router_aux_loss_coef")  # of a loss that is off
+    experts = config.integer("num_experts", config.integer("num_local_experts", 128))
+    moe = {
+        "experts": experts,
+        "top_k": config.integer("num_experts_per_tok", 8),
+        "ffn": config.integer("moe_intermediate_size", 768),
+        "normalize": config.flag("norm_topk_prob", False),
+        "dense_blocks": tuple(block for block in range(num_blocks) if block in listed or (block + 1) % step),
+    }
+    return {**settings, "moe": moe}
+
+
 _DECODERS: Mapping[str, Callable[[ConfigSection], Settings]] = {
     "llama": llama_settings,
     "mistral": mistral_settings,
     "qwen2": qwen2_settings,
     "qwen3": qwen3_settings,
+    "qwen3_moe": qwen3_moe_settings,
 }
 
 
@@ -108,3 +131,17 @@ QWEN2 = text_family("qwen2", "Qwen2ForCausalLM", qwen2_settings, _TINY_QWEN2)
 # Dense Qwen3 (arXiv 2505.09388).
 _TINY_QWEN3 = tiny_decoder(model_type="qwen3", head_dim=48, rope_theta=1e6, tie_word_embeddings=True)
 QWEN3 = text_family("qwen3", "Qwen3ForCausalLM", qwen3_settings, _TINY_QWEN3)
+
+# Qwen3 with mixtures of experts (arXiv 2505.09388). Its third block is dense.
+_TINY_QWEN3_MOE = tiny_decoder(
+    model_type="qwen3_moe",
+    head_dim=48,
+    rope_theta=1e6,
+    num_experts=8,
+    num_experts_per_tok=2,
+    moe_intermediate_size=96,
+    norm_topk_prob=True,
+    decoder_sparse_step=1,
+    mlp_only_layers=[2],
+)
+QWEN3_MOE = text_family("qwen3_moe", "Qwen3MoeForCausalLM", qwen3_moe_settings, _TINY_QWEN3_MOE)

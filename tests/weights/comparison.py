@@ -1,7 +1,7 @@
 """Compare a model from a folder with `transformers`, and a folder with what is exported after its import."""
 
 import hashlib
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -80,7 +80,7 @@ def assert_equal_gradients(
     frozen: names of ours that never train.
     """
     read = read_model_folder(folder)
-    expected = {name: param.grad for name, param in theirs.named_parameters()}
+    expected = dict(_gradients_by_tensor(theirs))
     trained = [source for source in read.family.weights(read.settings) if source.name not in frozen]
     spelled = [respell(trained, spelling) for spelling in read.family.spellings]  # modules are named as in one of them
     sources = {source.name: source for source in max(spelled, key=lambda of_one: _num_named(of_one, expected))}
@@ -94,6 +94,20 @@ def assert_equal_gradients(
             wanted = gradient[tuple(slice(lo, hi) for lo, hi in block.tensor_box)]
             wanted = (wanted.T if block.is_transposed else wanted).reshape(part.shape)
             assert (part - wanted).norm() <= 1e-3 * max(float(wanted.norm()), 1e-3 * largest), block.tensor
+
+
+def _gradients_by_tensor(model: nn.Module) -> Iterator[tuple[str, Tensor | None]]:
+    """Yield the gradients of a model by tensor of its folder, which has one for each expert of a mixture."""
+    for name, param in model.named_parameters():
+        prefix, _, kind = name.rpartition(".")
+        if not prefix.endswith(".experts"):
+            yield name, param.grad
+            continue
+        assert param.grad is not None
+        for expert, gradient in enumerate(param.grad):
+            tensors = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[kind]
+            for tensor, part in zip(tensors, gradient.chunk(len(tensors)), strict=True):
+                yield f"{prefix}.{expert}.{tensor}.weight", part
 
 
 def _num_named(sources: Iterable[ParameterSource], names: Container[str]) -> int:

@@ -36,6 +36,18 @@ def qwen3(**changes: Any) -> nn.Module:
     return _random(Qwen3ForCausalLM(Qwen3Config(**settings | changes)))
 
 
+def qwen3_moe(**changes: Any) -> nn.Module:
+    """Make a Qwen3 with mixtures of experts in all blocks but the third."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    settings: dict[str, Any] = {
+        "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 20, "vocab_size": VOCAB, "rope_theta": 1e6, "num_experts": 8,
+        "num_experts_per_tok": 3, "moe_intermediate_size": 28, "norm_topk_prob": True, "mlp_only_layers": [2],
+    }  # fmt: skip
+    return _random(Qwen3MoeForCausalLM(Qwen3MoeConfig(**settings | changes)))
+
+
 def gemma3_text(**changes: Any) -> nn.Module:
     """Make the LLM of a Gemma 3 whose second and fourth layer see all tokens."""
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig

@@ -18,7 +18,7 @@ from mmtrain.models.stage.stage_module import StageSpec
 from mmtrain.weights import FolderTensors
 from tests.models.whole_tensors import join_tp_shards, stage_logits
 from tests.weights.comparison import assert_equal_gradients, full_gradients, pretrained_of, unit_stage
-from tests.weights.pretrained import VOCAB, gemma3_text, llama, mistral, qwen2, qwen3, recipe_from, save, specs_of
+from tests.weights.pretrained import VOCAB, gemma3_text, llama, mistral, qwen2, qwen3, qwen3_moe, recipe_from, save, specs_of
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
@@ -40,6 +40,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "qwen3": qwen3,
     "qwen3 windows": lambda: qwen3(use_sliding_window=True, sliding_window=16, layer_types=WINDOWED),
     "qwen3 tied": lambda: qwen3(tie_word_embeddings=True, num_key_value_heads=4),
+    "qwen3_moe": qwen3_moe,
+    "qwen3_moe, weights as they are": lambda: qwen3_moe(norm_topk_prob=False, mlp_only_layers=[]),
+    "qwen3_moe, every second block": lambda: qwen3_moe(decoder_sparse_step=2, mlp_only_layers=[1]),
 }
 
 

@@ -22,6 +22,7 @@ from mmtrain.models.attention.packed_sequences import PackedSequences
 from mmtrain.models.kernels.elementwise import activate, activate_gated
 from mmtrain.models.kernels.liger import add_and_rms_norm
 from mmtrain.models.megatron.block_parts import add_to_residual
+from mmtrain.models.megatron.experts import ExpertMlp, Routing
 from mmtrain.models.megatron.parallel_groups import ParallelGroups
 from mmtrain.models.shapes.layer_shape import BLOCK_PIECES, MLP_CHUNK_TOKENS
 
@@ -83,14 +84,19 @@ def start_tp_communication(
 
 
 def _linear(block: Any, piece: int) -> nn.Module | None:
-    """Return the linear of a piece that communicates; None for pieces that do not."""
+    """Return the linear of a piece that communicates, or what does so for experts; None for pieces that do not."""
     linears = {
         QKV: block.self_attention.linear_qkv,
         PROJECTION: block.self_attention.linear_proj,
-        UP: block.mlp.linear_fc1,
-        DOWN: block.mlp.linear_fc2,
+        UP: block.mlp.gather if isinstance(block.mlp, ExpertMlp) else block.mlp.linear_fc1,
+        DOWN: _last_of_mlp(block),
     }
     return linears.get(piece)
+
+
+def _last_of_mlp(block: Any) -> Any:
+    """Return the module of an MLP that sums over the ranks, and that may leave a bias to be added later."""
+    return block.mlp.reduction if isinstance(block.mlp, ExpertMlp) else block.mlp.linear_fc2
 
 
 @contextmanager
@@ -140,7 +146,7 @@ def _mlp(block: Any, packing: PackedSequences, x: Tensor) -> Tensor:
     def run(rows: Tensor) -> Tensor:
         return _down(block, packing, *_up(block, packing, rows, rows))[1]
 
-    num_ranks = block.mlp.linear_fc1.tp_group.size() if block.config.sequence_parallel else 1
+    num_ranks = _last_of_mlp(block).tp_group.size() if block.config.sequence_parallel else 1
     if not block.chunks_mlp or not needs_chunks(len(x) * num_ranks):
         return run(x)
     weights = [weight for weight in block.mlp.parameters() if weight.requires_grad]
@@ -149,16 +155,24 @@ def _mlp(block: Any, packing: PackedSequences, x: Tensor) -> Tensor:
 
 
 def _up(block: Any, packing: PackedSequences, hidden: Tensor, x: Tensor) -> BlockState:
-    inner = block.mlp.linear_fc1(x)[0]
+    routing: BlockState = ()
+    if isinstance(block.mlp, ExpertMlp):
+        inner, routing = block.mlp.up(x)
+    else:
+        inner = block.mlp.linear_fc1(x)[0]
     if block.recomputes_activation:
-        return hidden, inner
-    return hidden, _apply_activation(block, inner)
+        return hidden, inner, *routing
+    return hidden, _apply_activation(block, inner), *routing
 
 
-def _down(block: Any, packing: PackedSequences, hidden: Tensor, x: Tensor) -> BlockState:
-    if block.recomputes_activation:
-        return hidden, _activate_again_in_backward(block, x)
-    return hidden, block.mlp.linear_fc2(x)[0]
+def _down(block: Any, packing: PackedSequences, hidden: Tensor, x: Tensor, *routing: Tensor) -> BlockState:
+    def run(activated: Tensor) -> Tensor:
+        if isinstance(block.mlp, ExpertMlp):
+            return block.mlp.down(activated, Routing(*routing))
+        out: Tensor = block.mlp.linear_fc2(activated)[0]
+        return out
+
+    return hidden, _activate_again_in_backward(block, x, run) if block.recomputes_activation else run(x)
 
 
 def _apply_activation(block: Any, inner: Tensor) -> Tensor:
@@ -167,8 +181,8 @@ def _apply_activation(block: Any, inner: Tensor) -> Tensor:
     return activate(inner, block.activation)
 
 
-def _activate_again_in_backward(block: Any, inner: Tensor) -> Tensor:
-    """Compute the MLP's last linear of the activated `inner`, whose activation autograd does not keep.
+def _activate_again_in_backward(block: Any, inner: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
+    """Compute `run`, the MLP's last linear, of the activated `inner`, whose activation autograd does not keep.
 
     The activation function keeps its input anyway. Whatever else would keep its output, the linear or an adapter on
     it, gets the output computed again.
@@ -188,12 +202,11 @@ def _activate_again_in_backward(block: Any, inner: Tensor) -> Tensor:
             return _apply_activation(block, kept).view(packed)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        out: Tensor = block.mlp.linear_fc2(activated)[0]
-    return out
+        return run(activated)
 
 
 def _add(block: Any, packing: PackedSequences, hidden: Tensor, x: Tensor) -> BlockState:
-    return (add_to_residual(block.mlp_bda, (x, block.mlp.linear_fc2.late_bias), hidden).squeeze(1),)
+    return (add_to_residual(block.mlp_bda, (x, _last_of_mlp(block).late_bias), hidden).squeeze(1),)
 
 
 _PIECES: tuple[Callable[..., BlockState], ...] = (_norm, _qkv, _attention, _projection, _norm_mlp, _up, _down, _add)

@@ -5,6 +5,7 @@ Every weight that tensor parallelism splits carries Megatron-core's own marks: `
 followed by the up-projection's shard).
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, cast
@@ -37,9 +38,10 @@ from mmtrain.models.kernels.vocab_loss import LogitRules, vocab_parallel_losses
 from mmtrain.models.megatron import compat
 from mmtrain.models.megatron.block_parts import JointHeadNorm, NormedAdd, ScaledAdd
 from mmtrain.models.megatron.block_segments import run_block
+from mmtrain.models.megatron.experts import ExpertMlp
 from mmtrain.models.megatron.lora import ColumnLinear, RowLinear, add_adapter
 from mmtrain.models.megatron.parallel_groups import ParallelGroups
-from mmtrain.models.shapes.layer_shape import Attention, DenseMlp, LayerShape, LoraShape
+from mmtrain.models.shapes.layer_shape import Attention, LayerShape, LoraShape, Mlp, MoeMlp
 from mmtrain.recipe.settings.encoder_settings import Activation
 
 _ONE_TOKEN = PackedSequences(SequenceLayout((1,)))  # keeps its tables, so that they come to a device once
@@ -159,7 +161,8 @@ class PackedTransformerBlock(TransformerLayer):  # type: ignore[misc]  # Megatro
         self.chunks_mlp = chunks_mlp
         self.activation = activation
         self.is_gated = is_gated
-        self.mlp.linear_fc1.skip_bias_add = False  # its GEMM adds the bias
+        if not isinstance(self.mlp, ExpertMlp):
+            self.mlp.linear_fc1.skip_bias_add = False  # its GEMM adds the bias
 
     def forward(self, hidden: Tensor, packing: PackedSequences) -> Tensor:
         """Map (T, hidden) to (T, hidden)."""
@@ -195,7 +198,8 @@ class LayerFactory:
     @cached_property
     def config(self) -> TransformerConfig:
         """Describe the unit to Megatron-core. Weights are created on the CPU, uninitialized."""
-        shape, attention, mlp = self.block, self.block.attention, self.block.dense_mlp
+        shape, attention, mlp = self.block, self.block.attention, self.block.mlp
+        assert mlp is not None, "blocks have an MLP"
         return TransformerConfig(
             num_layers=1,
             hidden_size=shape.hidden,
@@ -256,9 +260,10 @@ class LayerFactory:
         """Return the unit's process groups for Megatron-core."""
         return self.groups.collection()
 
-    def transformer_block(self, recomputes_activation: bool = False, chunks_mlp: bool = False) -> nn.Module:
+    def transformer_block(self, mlp: Mlp, recomputes_activation: bool = False, chunks_mlp: bool = False) -> nn.Module:
         """Build one `PackedTransformerBlock`: attention and MLP with residual connections.
 
+        mlp: that of the block; blocks of a unit may differ in it.
         recomputes_activation: keep no output of the MLP's activation function: see `block_segments`.
         chunks_mlp: compute the MLP of many tokens in chunks, for a block that is recomputed: see `chunked_mlp`.
         """
@@ -273,20 +278,20 @@ class LayerFactory:
             self_attention=self._attention_spec(self.block.attention),
             self_attn_bda=add_output,
             pre_mlp_layernorm=Norm,
-            mlp=self._mlp_spec(self.block.dense_mlp),
+            mlp=self._mlp_spec(mlp),
             mlp_bda=add_output,
         )
         layer = PackedTransformerBlock(
-            self.sequence_parallel_config,
+            replace(self.sequence_parallel_config, ffn_hidden_size=mlp.ffn, gated_linear_unit=mlp.gated),
             spec,
             pg_collection=self.collection,
             activation=self.activation,
-            is_gated=self.block.dense_mlp.gated,
+            is_gated=mlp.gated,
             fused_kernels=self.fused_kernels,
             recomputes_activation=recomputes_activation,
             chunks_mlp=chunks_mlp,
         )
-        self._mark_shards(layer)
+        self._mark_shards(layer, mlp)
         if self.groups.tp_size > 1:
             set_tp_chunks(layer, self.tp_chunks)
         return cast(nn.Module, layer)
@@ -317,16 +322,28 @@ class LayerFactory:
             ),
         )
 
-    def _mlp_spec(self, mlp: DenseMlp) -> Any:
+    def _mlp_spec(self, mlp: Mlp) -> Any:
         """Say to Megatron-core how to build a block's MLP."""
+        if isinstance(mlp, MoeMlp):
+            mixture, groups = mlp, self.groups
+
+            class ExpertMlpOfGroup(ExpertMlp):
+                """The mixture for this group: as `NormOfGroup`, a class for 0.16, which 0.19 calls."""
+
+                def __init__(self, config: TransformerConfig, **_: object) -> None:
+                    super().__init__(mixture, config, groups)
+
+            return ExpertMlpOfGroup
         return compat.mlp_builder(MLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=RowLinear), mlp.ffn)
 
-    def _mark_shards(self, block: PackedTransformerBlock) -> None:
+    def _mark_shards(self, block: PackedTransformerBlock, mlp: Mlp) -> None:
         """Say along which dimension tensor parallelism splits the weights of a block."""
         _mark(block.self_attention.linear_qkv, dim=0)
         _mark(block.self_attention.linear_proj, dim=1)
-        _mark(block.mlp.linear_fc1, dim=0, stride=2 if self.block.dense_mlp.gated else 1)
-        _mark(block.mlp.linear_fc2, dim=1)
+        parts: Iterable[Any] = block.mlp.experts if isinstance(block.mlp, ExpertMlp) else (block.mlp,)
+        for part in parts:
+            _mark(part.linear_fc1, dim=0, stride=2 if mlp.gated else 1)
+            _mark(part.linear_fc2, dim=1)
         if self.block.attention.joint_qk_norm:
             _mark(block.self_attention.q_layernorm, dim=0)
             _mark(block.self_attention.k_layernorm, dim=0)

@@ -22,7 +22,7 @@ from mmtrain.models.shapes.unit_shape import UnitShape
 _OUTPUT_PROJECTIONS = (
     "self_attention.linear_proj.weight",
     "cross_attention.linear_proj.weight",
-    "mlp.linear_fc2.weight",
+    ".linear_fc2.weight",
 )
 _LAYER_SCALES = ("self_attn_bda", "mlp_bda")
 _CONVOLUTIONS = ("conv1", "conv2")

@@ -19,6 +19,7 @@ from mmtrain.models.shapes.layer_shape import (
     DenseMlp,
     LayerShape,
     LoraShape,
+    MoeMlp,
     adaptable_linears,
     adapter_parameters,
     deepstack_projectors,
@@ -139,6 +140,8 @@ def _block_parameters(layer: LayerShape) -> Iterator[str]:
         case DenseMlp() as mlp:
             for linear in mlp.linears:
                 yield from linear_parameters(linear, layer.linear_bias)
+        case MoeMlp() as mlp:
+            yield from (f"{linear}.weight" for linear in mlp.linears)
 
 
 def _with_adapters(layer: LayerShape, prefix: str, adapted: set[str], settings: LoraSettings) -> LayerShape:

@@ -35,6 +35,8 @@ NUM_MODULATION_VECTORS = 6  # shift, scale and gate of attention and of MLP (ada
 # and follows `projection` and `down`: see `costs.block_pieces`.
 BLOCK_PIECES = ("norm", "qkv", "attention", "projection", "norm_mlp", "up", "down", "add")
 BLOCK_KINDS = ("vit_block", "decoder_block")
+ROUTER = "mlp.router"  # the linear of a mixture of experts that scores all experts for each token
+EXPERT_LINEARS = ("linear_fc1", "linear_fc2")  # of each expert
 PROJECTOR_KINDS = ("projector", "resampler")  # last layers of encoders; a resampler attends instead of merging tokens
 # Tokens for which the MLP of a recomputed block exists at once. Each chunk reads and writes the sums of gradients of
 # its weights once more, in fp32: on an H100, as modelled, 3% of its GEMMs, whatever their widths.
@@ -112,8 +114,42 @@ class DenseMlp:
         return self.ffn * (2 if self.gated else 1)
 
 
+@dataclass(frozen=True)
+class MoeMlp:
+    """A mixture of experts: each token is computed by the `top_k` of `experts` gated MLPs that its router scores best.
+
+    Outputs are weighted by the softmax of all scores. No token is dropped, whatever the load of an expert.
+    """
+
+    experts: int = 0
+    top_k: int = 0
+    expert_ffn: int = 0  # inner width of each
+    normalized_scores: bool = False  # the weights of a token's experts are divided by their sum
+
+    @property
+    def linears(self) -> tuple[str, ...]:
+        """Return the names of the linears inside the block: the router's, then those of the experts."""
+        of_experts = (f"mlp.experts.{i}.{linear}" for i in range(self.experts) for linear in EXPERT_LINEARS)
+        return ROUTER, *of_experts
+
+    @property
+    def gated(self) -> bool:
+        """Return True: experts are gated."""
+        return True
+
+    @property
+    def first_width(self) -> int:
+        """Return the outputs of an expert's first linear, gates and values."""
+        return 2 * self.expert_ffn
+
+    @property
+    def ffn(self) -> int:
+        """Return the width that tensor parallelism divides: an expert's inner one."""
+        return self.expert_ffn
+
+
 Mixer: TypeAlias = Attention  # what moves information between tokens; a union once there are other kinds
-Mlp: TypeAlias = DenseMlp
+Mlp: TypeAlias = DenseMlp | MoeMlp
 
 
 @dataclass(frozen=True)
@@ -276,10 +312,15 @@ def norm_parameters(name: str, layer: LayerShape) -> tuple[str, ...]:
 
 
 def adaptable_linears(layer: LayerShape) -> tuple[str, ...]:
-    """Return the names of the linears of a layer that may have an adapter, in the order of its GEMMs."""
+    """Return the names of the linears of a layer that may have an adapter, in the order of its GEMMs.
+
+    Router and experts of a mixture have none.
+    """
     match layer.kind:
+        case "vit_block" | "decoder_block" if isinstance(layer.mlp, MoeMlp):
+            return layer.attention.linears
         case "vit_block" | "decoder_block":
-            return tuple(linear for part in (layer.mixer, layer.mlp) if part is not None for linear in part.linears)
+            return block_linears(layer)
         case "resampler":
             return "linear_kv", "linear_q", "linear_proj", "linear"
         case "projector":
@@ -289,6 +330,11 @@ def adaptable_linears(layer: LayerShape) -> tuple[str, ...]:
             return tuple(f"{projector}{linear}" for linear in ("linear_1", "linear_2") for projector in projectors)
         case _:
             return ()
+
+
+def block_linears(block: LayerShape) -> tuple[str, ...]:
+    """Return the names of all linears of a block: its mixer's, then those of its MLP."""
+    return tuple(linear for part in (block.mixer, block.mlp) if part is not None for linear in part.linears)
 
 
 def deepstack_projectors(layer: LayerShape) -> tuple[str, ...]:

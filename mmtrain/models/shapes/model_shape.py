@@ -17,6 +17,7 @@ from mmtrain.models.shapes.layer_shape import (
     Attention,
     DenseMlp,
     LayerShape,
+    MoeMlp,
     OffloadMode,
     adaptable_linears,
     num_pieces,
@@ -191,6 +192,11 @@ def _llm_layers(settings: LlmSettings, num_added: int, num_queries: int) -> tupl
     )
     windowed = replace(block, mixer=replace(attention, window=settings.window or 0))
     blocks = [block if i in settings.full_attention_blocks else windowed for i in range(settings.layers)]
+    if (moe := settings.moe) is not None:
+        mixture = MoeMlp(moe.experts, moe.top_k, moe.ffn, moe.normalize)
+        blocks = [
+            shape if i in moe.dense_blocks else replace(shape, mlp=mixture) for i, shape in enumerate(blocks)
+        ]
     for i in range(num_added):
         blocks[i] = replace(blocks[i], carried_in=num_added - i, carried_out=num_added - i - 1)
     head = LayerShape(

@@ -307,7 +307,8 @@ class StageModule(nn.Module):
     ) -> nn.Module:
         match layer.kind:
             case "vit_block" | "decoder_block":
-                return self.factory.transformer_block(layer.recomputes_activation, is_recomputed)
+                assert layer.mlp is not None, "blocks have an MLP"
+                return self.factory.transformer_block(layer.mlp, layer.recomputes_activation, is_recomputed)
             case "patch_embed" | "audio_embed":
                 encoder = self._settings.all_encoders[self.unit]
                 return ENCODER_MODULES[encoder.modality].embedding(encoder, layer, self.factory)

@@ -252,7 +252,8 @@ def _fix_sizes(
 def _rules(unit: UnitShape, ranks_per_node: int, global_batch: int) -> dict[str, str]:
     """Return what is wrong with a size that is not possible, by setting."""
     block = next(layer for layer in unit.layers if layer.mixer is not None)
-    inner_width, kv_heads = block.dense_mlp.ffn, block.attention.kv_heads
+    widths = sorted({layer.mlp.ffn for layer in unit.layers if layer.mlp is not None and layer.mixer is not None})
+    inner_width, kv_heads = " and ".join(map(str, widths)), block.attention.kv_heads
     all_heads = dict.fromkeys(layer.mixer.heads for layer in unit.layers if layer.mixer is not None)
     heads = " and ".join(map(str, all_heads))  # a resampler may have another number
     tp_rule = (

@@ -1,5 +1,6 @@
 """The settings of the LLM and of its rotary positions."""
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -7,6 +8,9 @@ from pydantic import Field, model_validator
 from mmtrain.recipe.settings.base import PositiveInt, Section, setting
 from mmtrain.recipe.settings.presets import LlmPreset
 from mmtrain.recipe.settings.unit_settings import PRESET_DESCRIPTION, UnitSettings
+
+
+BlockNumber = Annotated[int, Field(ge=0)]
 
 
 class RopeScalingSettings(Section):
@@ -72,6 +76,34 @@ class RopeScalingSettings(Section):
         return self._without(problems)
 
 
+class MoeSettings(Section):
+    """Mixtures of experts in the place of MLPs (arXiv 1701.06538): a router chooses the experts of each token.
+
+    Experts are gated MLPs. No token is dropped, so that a token's output depends on no other token.
+    """
+
+    experts: PositiveInt = setting(affects={"plan", "resume"}, description="Experts of a block.")
+    top_k: PositiveInt = setting(affects={"plan", "resume"}, description="Experts that compute a token.")
+    ffn: PositiveInt = setting(affects={"plan", "resume"}, description="Width of an expert's hidden layer.")
+    normalize: bool = setting(
+        True,
+        affects={"plan", "resume"},
+        description="Divide the weights of a token's experts, which are softmax probabilities, by their sum.",
+    )
+    dense_blocks: tuple[BlockNumber, ...] = setting(
+        (),
+        affects={"plan", "resume"},
+        description="Blocks, counted from 0, with an MLP of width `llm.ffn` in the place of a mixture.",
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "MoeSettings":
+        problems = []
+        if self.top_k > self.experts:
+            problems.append(f"top_k: found {self.top_k}, but there are only {self.experts} experts")
+        return self._without(problems)
+
+
 class LlmSettings(UnitSettings):
     """A decoder-only transformer: RMSNorm, rotary positions, grouped-query attention (Llama, Qwen, Gemma)."""
 
@@ -91,6 +123,11 @@ class LlmSettings(UnitSettings):
         affects={"plan", "resume"},
         description="Kind of MLP. `swiglu`: two input projections, one of which gates the other. `geglu`: the same "
         "with the tanh approximation of GELU in place of SiLU (Gemma). `gelu`: one (GPT).",
+    )
+    moe: MoeSettings | None = setting(
+        None,
+        affects={"plan", "resume"},
+        description="Mixtures of experts in the place of the MLPs of blocks. Default: none.",
     )
     vocab: PositiveInt = setting(
         affects={"plan", "lengths", "resume"},
@@ -135,7 +172,7 @@ class LlmSettings(UnitSettings):
         description="Base of the rotary frequencies in blocks with a window, which `rope_scaling` leaves as they are "
         "(Gemma 3). Default: `rope_base`, scaled, in all blocks.",
     )
-    full_attention_blocks: tuple[Annotated[int, Field(ge=0)], ...] = setting(
+    full_attention_blocks: tuple[BlockNumber, ...] = setting(
         (),
         affects={"plan", "resume"},
         description="Blocks, counted from 0, in which tokens attend to all earlier ones in spite of `window`.",
@@ -205,4 +242,15 @@ class LlmSettings(UnitSettings):
             problems.append(
                 f"full_attention_blocks: found {last}, but the last of {self.layers} blocks is {self.layers - 1}"
             )
+        if self.moe is not None:
+            problems += self._moe_problems(self.moe)
         return self._without(problems)
+
+    def _moe_problems(self, moe: MoeSettings) -> Iterator[str]:
+        last = max(moe.dense_blocks, default=0)
+        if last >= self.layers:
+            yield f"moe.dense_blocks: found {last}, but the last of {self.layers} blocks is {self.layers - 1}"
+        elif len(set(moe.dense_blocks)) == self.layers:
+            yield "moe: `dense_blocks` names all blocks, so that none has experts; remove `moe`"
+        if self.mlp != "swiglu":
+            yield f"moe: experts are gated by SiLU (`mlp: swiglu`), found mlp `{self.mlp}`"
