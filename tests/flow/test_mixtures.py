@@ -1,0 +1,82 @@
+"""Mixtures of experts compute under any plan what one process does sample by sample."""
+
+from typing import Any
+
+import pytest
+
+from tests.flow.cases import Mesh, plan, recipe
+from tests.flow.cells import ADAPTED
+from tests.flow.equality import assert_equals_one_process
+from tests.flow.orders import PIPELINE, TOGETHER
+from tests.flow.test_replicated import replicated
+from tests.tiers import mostly_long
+
+ALL = (0, 1, 2, 3, 4)
+# Five experts of unequal load; the second of three blocks is dense.
+MOE: dict[str, Any] = {
+    "model__llm__moe": {"experts": 5, "top_k": 2, "ffn": 16, "dense_blocks": (1,)},
+    "model__llm__qk_norm": True,
+}
+UNNORMALIZED: dict[str, Any] = {"model__llm__moe": {"experts": 3, "top_k": 1, "ffn": 12, "normalize": False}}
+
+# name -> (recipe changes, meshes). LLM layers: 0 embedding, 1-3 blocks, 4 head.
+CASES: dict[str, tuple[dict[str, Any], dict[str, Mesh]]] = {
+    "tp2 with slices of tokens, pp2, recomputed": (
+        MOE,
+        {
+            "vision": Mesh((), (0, 1), tp=2, sp=True),
+            "llm": Mesh((2,), (0, 1, 2, 3), tp=2, sp=True, recompute=(1, 3)),
+        },
+    ),
+    "tp2, router and a block frozen, activations again": (
+        UNNORMALIZED
+        | {"train__freeze": ("llm.*router*", "llm.layers.2.*"), "parallel__llm__recompute": "selective"},
+        {"vision": Mesh((), (0,)), "llm": Mesh((), (1, 2), tp=2)},
+    ),
+    "dp2 pp2 vpp2": (MOE, {"vision": Mesh((), (0,)), "llm": Mesh((1, 2, 3), (1, 2, 3, 4), dp=2, vpp=2)}),
+    "one expert trains, tp4 with slices of tokens": (
+        MOE | {"train__freeze": ("llm.layers.*.mlp.experts.[1-4].*",), "model__llm__kv_heads": 1},
+        {"vision": Mesh((), (0,)), "llm": Mesh((), (0, 1, 2, 3), tp=4, sp=True)},
+    ),
+    "adapters beside experts, dp2": (
+        MOE | ADAPTED,
+        {"vision": Mesh((), (0, 1), dp=2), "llm": Mesh((), (0, 1), dp=2)},
+    ),
+    "shared sequences": (MOE, {"vision": Mesh((), (0,)), "llm": Mesh((), (1, 2), cp=2, split="even")}),
+}
+ORDERED: dict[str, tuple[dict[str, Any], dict[str, Mesh], dict[int, Any]]] = {
+    "in parts, tp2 with slices of tokens, recomputed": (
+        MOE,
+        {
+            "vision": Mesh((), (0, 1), tp=2, sp=True, recompute=(1, 2)),
+            "llm": Mesh((), (0, 1), tp=2, sp=True, recompute=(1, 3)),
+        },
+        {0: TOGETHER, 1: TOGETHER},
+    ),
+    "in parts, tp2": (
+        UNNORMALIZED,
+        {"vision": Mesh((), (0, 1), tp=2), "llm": Mesh((), (0, 1), tp=2)},
+        {0: TOGETHER, 1: TOGETHER},
+    ),
+    "in parts, a pipeline": (MOE, {"vision": Mesh((), (0, 1), dp=2), "llm": Mesh((2,), (0, 1))}, PIPELINE),
+}
+
+
+@pytest.mark.parametrize("case", mostly_long(CASES, every=2))
+def test_a_mixture_computes_what_one_process_does(case: str) -> None:
+    changes, meshes = CASES[case]
+    settings = recipe(**changes)
+    assert_equals_one_process(settings, plan(settings, **meshes), texts_between=True)
+
+
+@pytest.mark.parametrize("case", mostly_long(ORDERED, every=2))
+def test_a_mixture_in_pieces_computes_what_one_process_does(case: str) -> None:
+    changes, meshes, order = ORDERED[case]
+    settings = recipe(**changes)
+    assert_equals_one_process(settings, plan(settings, "explicit", order, **meshes))
+
+
+@pytest.mark.parametrize("recompute", [(), ALL])
+def test_a_sharded_mixture_computes_what_one_process_does(recompute: tuple[int, ...]) -> None:
+    settings = recipe(**MOE)
+    assert_equals_one_process(settings, replicated(settings, 2, 2, recompute, "all"), texts_between=True)
