@@ -1,8 +1,8 @@
 """`AnalyticCosts`: a roofline model of a layer's GEMMs, element-wise work and kernel launches."""
 
 from dataclasses import dataclass, replace
-from itertools import zip_longest
 from functools import lru_cache
+from itertools import zip_longest
 
 from mmtrain.costs import layer_arithmetic as analytic
 from mmtrain.costs.block_arithmetic import Gemm, joins_attention_output, mixer_arithmetic, mlp_arithmetic

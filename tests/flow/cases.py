@@ -138,6 +138,7 @@ class Mesh:
     cp: int = 1
     method: ContextMethod = "ulysses"
     split: CutSequences = "auto"
+    ep: int = 1
     tp_chunks: int = 1
     bucket_parameters: int | None = 1  # replicas reduce the gradients of every layer by themselves
 
@@ -174,6 +175,7 @@ def plan(
             cp=mesh.cp,
             cp_method=mesh.method if mesh.cp > 1 else None,
             cp_split=mesh.split if mesh.cp > 1 else None,
+            ep=mesh.ep,
             tp_chunks=mesh.tp_chunks,
             bucket_parameters=mesh.bucket_parameters,
             shard=shard,

@@ -29,8 +29,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Mesh]]] = {
         },
     ),
     "tp2, router and a block frozen, activations again": (
-        UNNORMALIZED
-        | {"train__freeze": ("llm.*router*", "llm.layers.2.*"), "parallel__llm__recompute": "selective"},
+        UNNORMALIZED | {"train__freeze": ("llm.*router*", "llm.layers.2.*"), "parallel__llm__recompute": "selective"},
         {"vision": Mesh((), (0,)), "llm": Mesh((), (1, 2), tp=2)},
     ),
     "dp2 pp2 vpp2": (MOE, {"vision": Mesh((), (0,)), "llm": Mesh((1, 2, 3), (1, 2, 3, 4), dp=2, vpp=2)}),
@@ -80,3 +79,37 @@ def test_a_mixture_in_pieces_computes_what_one_process_does(case: str) -> None:
 def test_a_sharded_mixture_computes_what_one_process_does(recompute: tuple[int, ...]) -> None:
     settings = recipe(**MOE)
     assert_equals_one_process(settings, replicated(settings, 2, 2, recompute, "all"), texts_between=True)
+
+
+SIX_EXPERTS: dict[str, Any] = {
+    "model__llm__moe": {"experts": 6, "top_k": 2, "ffn": 16, "dense_blocks": (1,)},
+    "train__optimizer__clip_norm": 0.05,
+}
+# Replicas that hold the experts of a block together.
+EXPERT_PARALLEL: dict[str, tuple[dict[str, Any], dict[str, Mesh]]] = {
+    "ep2": (SIX_EXPERTS, {"vision": Mesh((), (0,)), "llm": Mesh((), (1, 2), dp=2, ep=2)}),
+    "ep2 of dp4, tp2 with slices of tokens, recomputed": (
+        SIX_EXPERTS,
+        {
+            "vision": Mesh((), (0, 1), tp=2, sp=True),
+            "llm": Mesh((), tuple(range(8)), tp=2, dp=4, ep=2, sp=True, recompute=(1, 3)),
+        },
+    ),
+    "ep2 pp2 vpp2": (SIX_EXPERTS, {"vision": Mesh((), (0,)), "llm": Mesh((1, 2, 3), (1, 2, 3, 4), dp=2, vpp=2, ep=2)}),
+    "ep3 pp2, experts frozen but one": (
+        SIX_EXPERTS | {"train__freeze": ("llm.layers.*.mlp.experts.[1-5].*",), "train__global_batch": 6},
+        {"vision": Mesh((), (0,)), "llm": Mesh((2,), tuple(range(1, 7)), dp=3, ep=3)},
+    ),
+    "ep2 of cp2": (SIX_EXPERTS, {"vision": Mesh((), (0,)), "llm": Mesh((), (1, 2), cp=2, split="even", ep=2)}),
+    "ep4 of dp2 cp2": (
+        {"model__llm__moe": {"experts": 4, "top_k": 1, "ffn": 16}},
+        {"vision": Mesh((), (0,)), "llm": Mesh((), (1, 2, 3, 4), cp=2, dp=2, split="even", ep=4)},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", mostly_long(EXPERT_PARALLEL, every=2))
+def test_ranks_that_share_experts_compute_what_one_process_does(case: str) -> None:
+    changes, meshes = EXPERT_PARALLEL[case]
+    settings = recipe(**changes)
+    assert_equals_one_process(settings, plan(settings, **meshes), texts_between=True)

@@ -18,7 +18,18 @@ from mmtrain.models.stage.stage_module import StageSpec
 from mmtrain.weights import FolderTensors
 from tests.models.whole_tensors import join_tp_shards, stage_logits
 from tests.weights.comparison import assert_equal_gradients, full_gradients, pretrained_of, unit_stage
-from tests.weights.pretrained import VOCAB, gemma3_text, llama, mistral, qwen2, qwen3, qwen3_moe, recipe_from, save, specs_of
+from tests.weights.pretrained import (
+    VOCAB,
+    gemma3_text,
+    llama,
+    mistral,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+    recipe_from,
+    save,
+    specs_of,
+)
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}

@@ -5,12 +5,16 @@ the order of their experts, so that each expert computes consecutive rows, and w
 
 Tensor parallelism splits every expert as it splits a dense MLP. Its ranks route the same tokens alike; what lies
 between the gather before and the reduction behind the mixture has gradients of which each rank holds a summand.
+
+With expert parallelism (GShard, arXiv 2006.16668) a rank holds consecutive experts, and an all-to-all brings it their
+rows of the whole group. Ranks without rows take part in it too.
 """
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -32,7 +36,7 @@ class Routing(NamedTuple):
 
     weights: Tensor  # (T, top_k) of each token's experts
     order: Tensor  # (T * top_k,) int64: the place in `weights`, flattened, that each row belongs to
-    counts: Tensor  # (experts,) int64, on the host: rows of each expert
+    counts: Tensor  # (ranks of the expert-parallel group, experts) int64, on the host: rows of each rank
 
 
 class Router(nn.Module):
@@ -46,19 +50,21 @@ class Router(nn.Module):
         # Outputs of experts, and so gradients of their weights, are summands on each rank of the group.
         self.weight.sequence_parallel = config.tensor_model_parallel_size > 1  # type: ignore[attr-defined]
 
-    def forward(self, tokens: Tensor) -> Routing:
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Choose the experts of tokens (T, hidden): the most probable, of equals the first ones.
 
         Probabilities are computed in fp32; weights have the precision of the tokens.
+
+        Returns:
+            Weights (T, top_k) and numbers (T, top_k) of each token's experts.
         """
         probabilities = F.linear(tokens, self.weight).softmax(dim=-1, dtype=torch.float32)
         # Unlike `topk`, a stable sort takes the same one of equals on every rank and device.
         sorted_weights, sorted_experts = probabilities.sort(dim=-1, descending=True, stable=True)
-        weights, experts = sorted_weights[:, : self.top_k], sorted_experts[:, : self.top_k].flatten()
+        weights = sorted_weights[:, : self.top_k]
         if self.normalizes:
             weights = weights / weights.sum(dim=-1, keepdim=True)
-        counts = torch.bincount(experts, minlength=len(self.weight))
-        return Routing(weights.to(tokens.dtype), experts.argsort(stable=True), counts.cpu())
+        return weights.to(tokens.dtype), sorted_experts[:, : self.top_k]
 
 
 class Expert(nn.Module):
@@ -118,31 +124,111 @@ class ExpertMlp(nn.Module):
     def __init__(self, mlp: MoeMlp, config: TransformerConfig, groups: ParallelGroups) -> None:
         """Build uninitialized modules."""
         super().__init__()
-        self.top_k = mlp.top_k
+        self.top_k, self.num_experts, self.ep_group = mlp.top_k, mlp.experts, groups.ep
         self.gather = TokenGather(config, groups)
         self.router = Router(mlp, config)
-        self.experts = nn.ModuleList(Expert(mlp, config, groups) for _ in range(mlp.experts))
+        held = held_experts(mlp.experts, groups)
+        self.experts = nn.ModuleDict({str(number): Expert(mlp, config, groups) for number in held})
         self.reduction = TokenReduction(config, groups)
 
     def up(self, hidden: Tensor) -> tuple[Tensor, Routing]:
         """Compute the inner widths (rows, 2 * ffn / tp) of tokens (T, 1, hidden), in the order of their experts."""
         tokens = self.gather(hidden).squeeze(1)
-        routing = self.router(tokens)
-        rows = cast(Tensor, _CopyToExperts.apply(tokens, routing.order, self.top_k))  # type: ignore[no-untyped-call]
+        weights, experts = self.router(tokens)
+        order = experts.flatten().argsort(stable=True)
+        routing = Routing(weights, order, self._count_rows(experts))
+        rows = _copy_rows(tokens, order, self.top_k)
+        if self.ep_group is not None:
+            exchange = _Exchange(routing.counts, self.ep_group)
+            rows = _copy_rows(exchange.send(rows), exchange.order.to(rows.device))
         return self._run("linear_fc1", rows, routing.counts), routing
 
     def down(self, activated: Tensor, routing: Routing) -> Tensor:
         """Return the weighted sums (T, 1, hidden) of what the experts make of rows (rows, ffn / tp)."""
         rows = self._run("linear_fc2", activated, routing.counts)
-        of_tokens = cast(Tensor, _ReturnFromExperts.apply(rows, routing.order))  # type: ignore[no-untyped-call]
+        if self.ep_group is not None:
+            exchange = _Exchange(routing.counts, self.ep_group)
+            rows = exchange.send_back(_return_rows(rows, exchange.order.to(rows.device)))
+        of_tokens = _return_rows(rows, routing.order)
         outputs = (of_tokens.view(-1, self.top_k, of_tokens.shape[1]) * routing.weights.unsqueeze(-1)).sum(dim=1)
         return cast(Tensor, self.reduction(outputs.unsqueeze(1)))
 
+    def _count_rows(self, experts: Tensor) -> Tensor:
+        """Return how many rows each rank of the expert-parallel group has for each expert, on the host."""
+        counts = torch.bincount(experts.flatten(), minlength=self.num_experts)
+        if self.ep_group is None:
+            return counts.unsqueeze(0).cpu()
+        of_ranks = counts.new_empty(self.ep_group.size() * self.num_experts)
+        dist.all_gather_into_tensor(of_ranks, counts, group=self.ep_group)
+        return of_ranks.view(-1, self.num_experts).cpu()
+
     def _run(self, linear: str, rows: Tensor, counts: Tensor) -> Tensor:
         """Let each expert compute its rows; those without rows take part, so that adapters meet on all ranks."""
-        parts: Sequence[Tensor] = torch.split(rows, counts.tolist())
-        outputs = [getattr(expert, linear)(part)[0] for expert, part in zip(self.experts, parts, strict=True)]
+        of_experts = counts[:, [int(number) for number in self.experts]].sum(dim=0)
+        parts: Sequence[Tensor] = torch.split(rows, of_experts.tolist())
+        outputs = [getattr(expert, linear)(part)[0] for expert, part in zip(self.experts.values(), parts, strict=True)]
         return torch.cat(outputs)
+
+
+def held_experts(num_experts: int, groups: ParallelGroups) -> range:
+    """Return the experts that this rank holds: consecutive ones, as many as each other rank of its group."""
+    if groups.ep is None:
+        return range(num_experts)
+    num_held = num_experts // groups.ep.size()
+    first = groups.ep.rank() * num_held
+    return range(first, first + num_held)
+
+
+class _Exchange:
+    """The exchange of rows in an expert-parallel group, from `Routing.counts` of its ranks."""
+
+    def __init__(self, counts: Tensor, group: dist.ProcessGroup) -> None:
+        self._group = group
+        size, rank = counts.shape[0], group.rank()
+        of_ranks = counts.view(size, size, -1)  # (sender, receiver, experts of the receiver)
+        self._sent: list[int] = of_ranks[rank].sum(dim=1).tolist()
+        self._received: list[int] = of_ranks[:, rank].sum(dim=1).tolist()
+        arriving = of_ranks[:, rank]
+        expert_of_row = torch.arange(arriving.shape[1]).repeat(size).repeat_interleave(arriving.flatten())
+        self.order = expert_of_row.argsort(stable=True)  # of received rows: those of the first expert first
+
+    def send(self, rows: Tensor) -> Tensor:
+        """Send rows to the ranks of their experts; return what arrives, in the order of the senders."""
+        return cast(Tensor, _AllToAll.apply(rows, self._sent, self._received, self._group))  # type: ignore[no-untyped-call]
+
+    def send_back(self, rows: Tensor) -> Tensor:
+        """Return rows in the order of `send`'s result to their senders; return the rank's own."""
+        return cast(Tensor, _AllToAll.apply(rows, self._received, self._sent, self._group))  # type: ignore[no-untyped-call]
+
+
+class _AllToAll(torch.autograd.Function):
+    """Exchange rows (N, hidden) in a group; gradients go back the same way."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        return _all_to_all(rows, sent, received, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _all_to_all(grad, ctx.received, ctx.sent, ctx.group), None, None, None
+
+
+def _all_to_all(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+    arrived = rows.new_empty(sum(received), rows.shape[1])
+    dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=group)
+    return arrived
+
+
+def _copy_rows(rows: Tensor, order: Tensor, num_copies: int = 1) -> Tensor:
+    """Return in each place the row that `order` names there, of rows counted `num_copies` times each."""
+    return cast(Tensor, _CopyToExperts.apply(rows, order, num_copies))  # type: ignore[no-untyped-call]
+
+
+def _return_rows(rows: Tensor, order: Tensor) -> Tensor:
+    """Bring each row to the place that `order` names: the way back of `_copy_rows`."""
+    return cast(Tensor, _ReturnFromExperts.apply(rows, order))  # type: ignore[no-untyped-call]
 
 
 class _CopyToExperts(torch.autograd.Function):

@@ -289,7 +289,8 @@ class LayerFactory:
             is_gated=mlp.gated,
             fused_kernels=self.fused_kernels,
             recomputes_activation=recomputes_activation,
-            chunks_mlp=chunks_mlp,
+            # Ranks that hold experts together would need equally many chunks.
+            chunks_mlp=chunks_mlp and not (isinstance(mlp, MoeMlp) and self.groups.ep is not None),
         )
         self._mark_shards(layer, mlp)
         if self.groups.tp_size > 1:
@@ -340,7 +341,7 @@ class LayerFactory:
         """Say along which dimension tensor parallelism splits the weights of a block."""
         _mark(block.self_attention.linear_qkv, dim=0)
         _mark(block.self_attention.linear_proj, dim=1)
-        parts: Iterable[Any] = block.mlp.experts if isinstance(block.mlp, ExpertMlp) else (block.mlp,)
+        parts: Iterable[Any] = block.mlp.experts.values() if isinstance(block.mlp, ExpertMlp) else (block.mlp,)
         for part in parts:
             _mark(part.linear_fc1, dim=0, stride=2 if mlp.gated else 1)
             _mark(part.linear_fc2, dim=1)

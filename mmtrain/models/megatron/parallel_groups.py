@@ -1,7 +1,7 @@
 """The process groups of one unit on this rank, in the form that Megatron-core expects."""
 
 import atexit
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,10 @@ class ParallelGroups:
     dp: dist.ProcessGroup  # ranks that hold the same shard of the same stage, in all replicas
     pp: dist.ProcessGroup  # ranks that hold the same shard of the different stages of one replica
     cp: dist.ProcessGroup | None = None  # those of `dp` whose replicas share the sequences of a microbatch; None: none
+    ep: dist.ProcessGroup | None = (
+        None  # those of `dp` that hold the experts of a block together; None: each all of them
+    )
+    expert_dp: dist.ProcessGroup | None = None  # with `ep`: those of `dp` that hold the same experts
 
     @classmethod
     def single(cls) -> "ParallelGroups":
@@ -39,7 +43,13 @@ class ParallelGroups:
     @property
     def all(self) -> tuple[dist.ProcessGroup, ...]:
         """Return the groups of all axes."""
-        return (self.tp, self.dp, self.pp) if self.cp is None else (self.tp, self.dp, self.pp, self.cp)
+        optional = (self.cp, self.ep, self.expert_dp)
+        return (self.tp, self.dp, self.pp, *(group for group in optional if group is not None))
+
+    @property
+    def of_experts(self) -> "ParallelGroups":
+        """Return the groups of parameters of experts: their replicas are those that hold the same experts."""
+        return self if self.expert_dp is None else replace(self, dp=self.expert_dp)
 
     @property
     def tp_size(self) -> int:

@@ -337,6 +337,11 @@ def block_linears(block: LayerShape) -> tuple[str, ...]:
     return tuple(linear for part in (block.mixer, block.mlp) if part is not None for linear in part.linears)
 
 
+def is_of_expert(parameter: str) -> bool:
+    """Return whether a parameter, by any of its names, belongs to an expert, which a replica may not hold."""
+    return ".experts." in parameter
+
+
 def deepstack_projectors(layer: LayerShape) -> tuple[str, ...]:
     """Return the names inside a projector of those for the outputs of earlier blocks."""
     return tuple(f"deepstack.{i}" for i in range(layer.carried_in))

@@ -194,9 +194,7 @@ def _llm_layers(settings: LlmSettings, num_added: int, num_queries: int) -> tupl
     blocks = [block if i in settings.full_attention_blocks else windowed for i in range(settings.layers)]
     if (moe := settings.moe) is not None:
         mixture = MoeMlp(moe.experts, moe.top_k, moe.ffn, moe.normalize)
-        blocks = [
-            shape if i in moe.dense_blocks else replace(shape, mlp=mixture) for i, shape in enumerate(blocks)
-        ]
+        blocks = [shape if i in moe.dense_blocks else replace(shape, mlp=mixture) for i, shape in enumerate(blocks)]
     for i in range(num_added):
         blocks[i] = replace(blocks[i], carried_in=num_added - i, carried_out=num_added - i - 1)
     head = LayerShape(

@@ -67,6 +67,8 @@ class UnitPlan(_Frozen):
     cp: int = Field(1, ge=1)
     cp_method: ContextMethod | None = None
     cp_split: CutSequences | None = None
+    # Expert parallelism: replicas that hold the experts of a block together. Files say it only where ep is above 1.
+    ep: int = Field(1, ge=1)
     # Chunks of tokens in the linears of blocks: the TP group communicates one while it computes another.
     tp_chunks: int = Field(1, ge=1)
     # Fewest parameters of a bucket of layers whose gradients replicas reduce together; see `costs.gradient_buckets`.
@@ -87,6 +89,8 @@ class UnitPlan(_Frozen):
                 fields.pop(name, None)
         if not self.keeps_weights:
             fields.pop("keeps_weights", None)
+        if self.ep == 1:
+            fields.pop("ep", None)
         return fields
 
     @model_validator(mode="after")
@@ -119,6 +123,19 @@ class UnitPlan(_Frozen):
                 raise ValueError(
                     f"ranks are {self.ranks}: those that share sequences ascend, as torch orders its groups"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _experts_lie_on_whole_groups(self) -> "UnitPlan":
+        if self.ep == 1:
+            return self
+        if self.num_replicas % self.ep:
+            of = "dp" if self.cp == 1 else "dp x cp"
+            raise ValueError(f"ep is {self.ep}, which does not divide {of} {self.num_replicas}; use a divisor of it")
+        if self.shard is not None:
+            raise ValueError(
+                f"ep is {self.ep} with shard {self.shard}: experts of sharded units are sharded too; use 1"
+            )
         return self
 
     @model_validator(mode="after")
@@ -169,7 +186,8 @@ class UnitPlan(_Frozen):
     def mesh_text(self) -> str:
         """The mesh in one line, such as `tp2 pp1 dp4`, or `tp2 cp2 pp1 dp4`."""
         context = f" cp{self.cp}" if self.cp > 1 else ""
-        return f"tp{self.tp}{context} pp{self.pp} dp{self.dp}"
+        experts = f" ep{self.ep}" if self.ep > 1 else ""
+        return f"tp{self.tp}{context} pp{self.pp} dp{self.dp}{experts}"
 
     @property
     def num_recomputed(self) -> int:

@@ -67,6 +67,7 @@ def build_stage_graph(
             cp_method=unit.cp_method or "ulysses",
             cp_split=unit.cp_split or "auto",
             tp_chunks=unit.tp_chunks,
+            ep=unit.ep,
         )
         for name, unit in ((unit_shape.name, units[unit_shape.name]) for unit_shape in shape.units)
     )

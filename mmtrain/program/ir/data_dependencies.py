@@ -355,17 +355,14 @@ def covers_shared_embeddings(graph: StageGraph, rank: int, bucket: Bucket) -> bo
 def participants(graph: StageGraph, rank: int, action: Action) -> tuple[int, ...]:
     """Return the global ranks, ascending and of all replica groups, that run `rank`'s action together.
 
-    Compute is a collective of its TP group: tensor parallelism exchanges partial results inside it. With context
-    parallelism it is one of all replicas that share its sequences, that of a sharded unit one of all replicas, which
-    gather weights and reduce gradients in it.
+    Compute is a collective of its TP group: tensor parallelism exchanges partial results inside it. With context or
+    expert parallelism it is one of all replicas that share its sequences or experts, that of a sharded unit one of all
+    replicas, which gather weights and reduce gradients in it.
     """
     match action:
         case Forward(stage, mb) | Backward(stage, mb) | Partial(stage, mb):
-            if graph.mesh(stage.unit).shard is None:
-                replicas = graph.mesh(stage.unit).cp_replicas(mb.replica)
-                ranks = {rank for replica in replicas for rank in graph.tp_group(stage, replica)}
-            else:
-                ranks = {rank for tp_group in graph.stage(stage).tp_groups for rank in tp_group}
+            replicas = graph.mesh(stage.unit).joint_replicas(mb.replica)
+            ranks = {rank for replica in replicas for rank in graph.tp_group(stage, replica)}
         case Fill(host):
             return participants(graph, rank, host)
         case Dispatch(edge):
@@ -386,15 +383,13 @@ def participants(graph: StageGraph, rank: int, action: Action) -> tuple[int, ...
 def joint_form(graph: StageGraph, action: AtomicAction) -> AtomicAction:
     """Return the action as the first of the ranks writes it that run it together.
 
-    Replicas that share sequences name different replicas in the passes that they run together, and so do all replicas
-    of a sharded unit.
+    Replicas that share sequences or experts name different replicas in the passes that they run together, and so do all
+    replicas of a sharded unit.
     """
     if not isinstance(action, Compute):
         return action
-    mesh = graph.mesh(action.mb.unit)
-    if mesh.shard is not None:
-        return replace(action, mb=action.mb._replace(replica=0))
-    return replace(action, mb=action.mb._replace(replica=mesh.cp_replicas(action.mb.replica)[0]))
+    first = graph.mesh(action.mb.unit).joint_replicas(action.mb.replica)[0]
+    return replace(action, mb=action.mb._replace(replica=first))
 
 
 def _data_parallel_group(graph: StageGraph, rank: int, unit: str) -> set[int]:

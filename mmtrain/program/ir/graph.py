@@ -51,7 +51,9 @@ class UnitMesh:
     """A unit's `tp x cp x pp x dp` over its list of global ranks, tp fastest, then cp, then dp, then pp.
 
     A replica is one copy of the unit's weights. With context parallelism (`cp` above 1) `cp` consecutive replicas share
-    the sequences of every microbatch: each computes some of the tokens, and all exchange what attention needs.
+    the sequences of every microbatch: each computes some of the tokens, and all exchange what attention needs. With
+    expert parallelism (`ep` above 1) each of `ep` consecutive replicas holds some experts of every block, and all
+    exchange tokens inside it.
     `num_microbatches` counts each replica's microbatches in one step. With `shard` the replicas hold the unit together,
     each `shard` of them one copy, and every forward and backward exchanges weights and gradients; with `dispatch` "all"
     any replica may compute an item, and a collective of all replicas, `exchange`, moves what it becomes. With `vpp`
@@ -74,6 +76,7 @@ class UnitMesh:
     cp_method: ContextMethod = "ulysses"
     cp_split: CutSequences = "auto"
     tp_chunks: int = 1  # of the tokens in linears of blocks, so that TP communication overlaps with GEMMs
+    ep: int = 1  # consecutive replicas that hold the experts of each block together
 
     @property
     def num_replicas(self) -> int:
@@ -84,6 +87,14 @@ class UnitMesh:
         """Return the replicas that share the sequences of `replica`'s microbatches, itself among them."""
         first = replica // self.cp * self.cp
         return range(first, first + self.cp)
+
+    def joint_replicas(self, replica: int) -> range:
+        """Return the replicas that run a pass together, `replica` among them: they share sequences, or experts."""
+        if self.shard is not None:
+            return range(self.num_replicas)
+        together = math.lcm(self.cp, self.ep)
+        first = replica // together * together
+        return range(first, first + together)
 
     def tp_group(self, stage: int, replica: int) -> tuple[int, ...]:
         """Return the global ranks of the TP group that holds the unit's stage number `stage` of `replica`."""

@@ -9,7 +9,6 @@ from mmtrain.recipe.settings.base import PositiveInt, Section, setting
 from mmtrain.recipe.settings.presets import LlmPreset
 from mmtrain.recipe.settings.unit_settings import PRESET_DESCRIPTION, UnitSettings
 
-
 BlockNumber = Annotated[int, Field(ge=0)]
 
 

@@ -119,6 +119,13 @@ class LlmParallel(UnitParallel):
         "`even`: all.",
     )
 
+    ep: PositiveInt | None = setting(
+        None,
+        affects={"plan"},
+        description="Expert-parallel degree of an LLM with `moe`: as many replicas hold its experts together, and "
+        "exchange tokens inside each of its blocks. Divides the experts and dp x cp. Default: 1.",
+    )
+
 
 class ParallelSettings(Section):
     """Constraints on the plan."""

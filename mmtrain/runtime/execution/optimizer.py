@@ -1,7 +1,8 @@
 """The optimizer of one rank: one gradient norm over all units, clipping, and a step of each unit."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Protocol
 
 import torch
@@ -70,6 +71,85 @@ class UnitOptimizer(Protocol):
 
     def set_num_updates(self, value: int) -> None:
         """Continue after `value` updates; Adam's bias correction depends on it."""
+
+
+class JoinedOptimizers:
+    """The optimizer of a unit whose parameters have replicas on different ranks: one for each kind of them."""
+
+    def __init__(self, parts: Sequence[UnitOptimizer]) -> None:
+        self._parts = parts
+
+    def zero_grad(self) -> None:
+        """See `UnitOptimizer`, also of what follows."""
+        for part in self._parts:
+            part.zero_grad()
+
+    def tied_gradient(self) -> Tensor | None:
+        """Return that of the part that has one."""
+        gradients = (part.tied_gradient() for part in self._parts)
+        return next((gradient for gradient in gradients if gradient is not None), None)
+
+    def reduce_grads(self, chunk: int, bucket: int) -> None:
+        """Start the reductions of all parts."""
+        for part in self._parts:
+            part.reduce_grads(chunk, bucket)
+
+    def finish_reduction(self) -> None:
+        """Wait for the reductions of all parts."""
+        for part in self._parts:
+            part.finish_reduction()
+
+    def grad_sq_sum(self) -> Tensor:
+        """Return the sum over all parts."""
+        return torch.stack([part.grad_sq_sum() for part in self._parts]).sum()
+
+    def step(self, lr: float, clip: ClipFactors) -> None:
+        """Update all parts."""
+        for part in self._parts:
+            part.step(lr, clip)
+
+    def count_update(self) -> None:
+        """Count the update of all parts."""
+        for part in self._parts:
+            part.count_update()
+
+    def start_gather(self, chunk: int, bucket: int) -> None:
+        """Start to gather the parameters of all parts."""
+        for part in self._parts:
+            part.start_gather(chunk, bucket)
+
+    def finish_gather(self, chunk: int, bucket: int) -> None:
+        """Wait for the parameters of all parts."""
+        for part in self._parts:
+            part.finish_gather(chunk, bucket)
+
+    def gather_params(self) -> None:
+        """Gather the parameters of all parts."""
+        for part in self._parts:
+            part.gather_params()
+
+    def gradients(self) -> Iterator[NamedShard]:
+        """Yield those of all parts."""
+        return chain.from_iterable(part.gradients() for part in self._parts)
+
+    def shards(self) -> Iterator[NamedShard]:
+        """Yield those of all parts."""
+        return chain.from_iterable(part.shards() for part in self._parts)
+
+    def load(self, read: Callable[[NamedShard], Tensor]) -> None:
+        """Fill all parts."""
+        for part in self._parts:
+            part.load(read)
+
+    def start_masters(self, weights: WeightSource) -> None:
+        """Start the master weights of all parts."""
+        for part in self._parts:
+            part.start_masters(weights)
+
+    def set_num_updates(self, value: int) -> None:
+        """Continue all parts after `value` updates."""
+        for part in self._parts:
+            part.set_num_updates(value)
 
 
 class Optimizer:

@@ -141,12 +141,12 @@ def build_groups(graph: StageGraph, world: World, activity: Activity | None = No
     units: dict[str, ParallelGroups] = {}
     sharding = _create_sharding(creator, graph)
     for mesh in graph.meshes:
-        tp, dp, pp, cp = (
+        tp, dp, pp, *optional = (
             creator.create(lines, f"the {axis} group of {mesh.unit}", connect=axis != "pp")
             for axis, lines in _mesh_lines(mesh).items()
         )
         if tp and dp and pp:
-            units[mesh.unit] = ParallelGroups(tp=tp, dp=dp, pp=pp, cp=cp)
+            units[mesh.unit] = ParallelGroups(tp, dp, pp, *optional)
     channels: dict[Channel, dist.ProcessGroup] = {}
     for channel in graph_channels(graph):
         _, _, sender, receiver = channel
@@ -267,15 +267,22 @@ def _message_options() -> "ProcessGroupNCCL.Options":
 
 
 def _mesh_lines(mesh: UnitMesh) -> dict[str, list[list[int]]]:
-    """Return the lines of ranks along the mesh's axes; along dp lie all replicas, those of one cp group too."""
+    """Return the lines of ranks along the mesh's axes, in the order of `ParallelGroups`.
+
+    Along dp lie all replicas, those of one cp group too.
+    """
     tp, replicas, pp = range(mesh.tp), range(mesh.num_replicas), range(mesh.pp)
     tp_groups = {(p, r): mesh.tp_group(p, r) for p in pp for r in replicas}
     cp_groups = [mesh.cp_replicas(first) for first in replicas[:: mesh.cp]] if mesh.cp > 1 else []
+    ep_groups = [replicas[first : first + mesh.ep] for first in replicas[:: mesh.ep]] if mesh.ep > 1 else []
+    copies_of_experts = [replicas[place :: mesh.ep] for place in range(mesh.ep)] if mesh.ep > 1 else []
     return {
         "tp": [list(tp_group) for tp_group in tp_groups.values()],
         "dp": [[tp_groups[p, r][t] for r in replicas] for p in pp for t in tp],
         "pp": [[tp_groups[p, r][t] for p in pp] for r in replicas for t in tp],
         "cp": [[tp_groups[p, r][t] for r in cp_group] for p in pp for cp_group in cp_groups for t in tp],
+        "ep": [[tp_groups[p, r][t] for r in ep_group] for p in pp for ep_group in ep_groups for t in tp],
+        "expert_dp": [[tp_groups[p, r][t] for r in copies] for p in pp for copies in copies_of_experts for t in tp],
     }
 
 

@@ -1,7 +1,7 @@
 """Build everything that one rank needs to execute a plan, once; it runs in every step."""
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -16,6 +16,7 @@ from mmtrain.models.build_stage import StageOptions, build_stage, build_stage_wi
 from mmtrain.models.megatron.zero_adamw import BucketNumber, LocalParam, ZeroAdamW
 from mmtrain.models.optim import parameter_specs
 from mmtrain.models.optim.parameter_specs import WeightSource
+from mmtrain.models.shapes.layer_shape import is_of_expert
 from mmtrain.models.shapes.model_shape import LayerShape, ModelShape, build_model_shape
 from mmtrain.models.stage.fully_sharded import FullyShardedAdamW, initialize_shards, shard_stage
 from mmtrain.models.stage.stage_module import StageModule, StageSpec
@@ -42,7 +43,7 @@ from mmtrain.runtime.execution.activity import BUILDING, Activity
 from mmtrain.runtime.execution.broker import Broker
 from mmtrain.runtime.execution.executor import Executor, StepInput, StepOutcome
 from mmtrain.runtime.execution.fault_points import FaultPoints
-from mmtrain.runtime.execution.optimizer import Optimizer, UnitOptimizer
+from mmtrain.runtime.execution.optimizer import JoinedOptimizers, Optimizer, UnitOptimizer
 from mmtrain.runtime.execution.precision import compute_dtype
 from mmtrain.runtime.execution.process_groups import ProcessGroups, Transport, build_groups, probe_channels
 from mmtrain.runtime.execution.recorder import StepRecorder, clock_for
@@ -330,25 +331,38 @@ def _optimizer_of(recipe: Recipe, unit: UnitRunner, world: World, graph: StageGr
     if isinstance(unit, ShardedUnitRunner):
         return _build_sharded_optimizer(recipe, unit)
     starts = {stage: graph.stage(stage).bucket_starts for stage in unit.stages}
-    return build_unit_optimizer(recipe, unit, world, starts)
+    if unit.groups.expert_dp is None:
+        return build_unit_optimizer(recipe, unit, world, starts)
+    dense = build_unit_optimizer(recipe, unit, world, starts, lambda name: not is_of_expert(name))
+    return JoinedOptimizers([dense, build_unit_optimizer(recipe, unit, world, starts, is_of_expert)])
 
 
 def build_unit_optimizer(
-    recipe: Recipe, unit: UnitRunner, world: World, bucket_starts: Mapping[StageId, Sequence[int]] | None = None
+    recipe: Recipe,
+    unit: UnitRunner,
+    world: World,
+    bucket_starts: Mapping[StageId, Sequence[int]] | None = None,
+    is_stepped: Callable[[str], bool] = lambda _: True,
 ) -> ZeroAdamW:
     """Build the optimizer of the unit's stages on this rank, with the recipe's settings for the unit.
 
     bucket_starts: of each stage, see `Stage.bucket_starts`; None: each has one bucket.
+    is_stepped: whether it steps a parameter, by its name in its stage.
     """
     params: dict[nn.Parameter, LocalParam] = {}
     for stage in unit.stages.values():
         specs = parameter_specs.stage_param_specs(stage, unit.name, unit.groups.tp_size)
         for name, param in stage.named_parameters():
-            tied = _is_copy(param)
-            params[param] = LocalParam(specs[name], tied, owned=not tied or 0 in stage.indices)
-    buckets, rates = _gradient_buckets(unit, bucket_starts or {}), _unit_rates(recipe, unit.name)
-    rounds_reduced = recipe.train.grad_reduce == "bf16"
-    return ZeroAdamW(buckets, params, unit.groups, world.device, recipe.train.optimizer, rates, rounds_reduced)
+            if is_stepped(name):
+                tied = _is_copy(param)
+                params[param] = LocalParam(specs[name], tied, owned=not tied or 0 in stage.indices)
+    buckets = {
+        number: [param for param in of_bucket if param in params]
+        for number, of_bucket in _gradient_buckets(unit, bucket_starts or {}).items()
+    }
+    groups = unit.groups.of_experts if any(is_of_expert(local.spec.name) for local in params.values()) else unit.groups
+    rates, rounds_reduced = _unit_rates(recipe, unit.name), recipe.train.grad_reduce == "bf16"
+    return ZeroAdamW(buckets, params, groups, world.device, recipe.train.optimizer, rates, rounds_reduced)
 
 
 def _build_sharded_optimizer(recipe: Recipe, unit: ShardedUnitRunner) -> FullyShardedAdamW:
