@@ -23,6 +23,7 @@ from mmtrain.costs.block_pieces import (
 )
 from mmtrain.costs.collectives import CollectiveKind, GroupLayout, collective_seconds
 from mmtrain.costs.cost_model import ComputeKind, LayerWork, PassDirection, PieceCost, TokenLoad, TokenSplit
+from mmtrain.costs.expert_costs import expert_exchange_seconds
 from mmtrain.costs.framework import OWN_RUNTIME, Execution
 from mmtrain.costs.gradient_reduction import BYTES_PER_GRADIENT
 from mmtrain.costs.hardware import ELEMENT_BYTES, Hardware, Precision
@@ -163,6 +164,7 @@ class AnalyticCosts:
             return offloaded_seconds(self, self.hardware, self.element_bytes, work)
         is_saving = work.split.chunks > 1 or self._uses_buffers(work)
         saved_s = self._saved_beside_gemms(work) if is_saving else 0.0
+        saved_s -= expert_exchange_seconds(work, self, self.hardware.ranks_per_node, self.element_bytes)
         if work.kind == "backward":
             return self._backward(layer, tp, load, work.input_grad) - saved_s
         again_s = self.activation_again(layer, tp, load, work.kind) + self.mlp_chunk_sums(layer, tp, load, work.kind)
@@ -207,7 +209,11 @@ class AnalyticCosts:
             launches=self._launches(layer),
             kv_gather=self._kv_gather(layer, tp, load),
         )
-        return piece_compute(layer, tp, direction, seconds)
+        compute = piece_compute(layer, tp, direction, seconds)
+        exchange_s = expert_exchange_seconds(work, self, self.hardware.ranks_per_node, self.element_bytes)
+        compute[UP] += exchange_s / 2
+        compute[DOWN] += exchange_s / 2
+        return compute
 
     def compute_beside(self, work: LayerWork) -> dict[int, ComputeBeside]:
         """Return, by piece of a block, the compute beside the collective that follows the piece."""

@@ -240,13 +240,13 @@ class MoeMlpArithmetic:
         """
         hidden, mlp = self.layer.hidden, self.mlp
         rows = tokens * mlp.top_k
-        first = Gemm(rows, mlp.first_width // tp, hidden, mlp.experts)
-        return first, Gemm(rows, hidden, mlp.expert_ffn // tp, mlp.experts), Gemm(tokens, mlp.experts, hidden)
+        first = Gemm(rows, mlp.first_width // tp, hidden, mlp.held_experts)
+        return first, Gemm(rows, hidden, mlp.expert_ffn // tp, mlp.held_experts), Gemm(tokens, mlp.experts, hidden)
 
     def num_parameters(self) -> PartParameters:
         """Return the number of parameters."""
         hidden, mlp = self.layer.hidden, self.mlp
-        return PartParameters(mlp.experts * (mlp.first_width + mlp.expert_ffn) * hidden, mlp.experts * hidden)
+        return PartParameters(mlp.held_experts * (mlp.first_width + mlp.expert_ffn) * hidden, mlp.experts * hidden)
 
     def saved(self) -> SavedWidths:
         """Return what it keeps of a token: for each of its experts a copy of the input, the inner widths, the output.
@@ -256,7 +256,8 @@ class MoeMlpArithmetic:
         mlp = self.mlp
         inner = mlp.first_width + mlp.expert_ffn * (2 - self.layer.recomputes_activation)
         fixed_bytes = FP32_BYTES * mlp.experts + (FP32_BYTES + INDEX_BYTES) * 2 * mlp.top_k
-        return SavedWidths(mlp.top_k * inner, 2 * mlp.top_k * self.layer.hidden, fixed_bytes)
+        num_copies = 2 if mlp.ep == 1 else 3  # rows that return from other ranks have a place of their own
+        return SavedWidths(mlp.top_k * inner, num_copies * mlp.top_k * self.layer.hidden, fixed_bytes)
 
     def read_by_weight_gradients(self, tp: int) -> dict[str, int]:
         """Return, by module, the numbers that a rank keeps of a token only for gradients of the module's weights."""

@@ -21,9 +21,11 @@ _HOLDERS: dict[type[Any], str] = {
     GeneratorShape: "generator",
 }
 _OPTIONAL_RECORDS = ("mixer", "mlp")  # which a layer does not have if none of their fields is stated
-# Not measured apart: what trains, the few vectors that queries are, activation functions that run again, and copies to
-# host memory.
-_NOT_MEASURED = ("trainable", "frozen", "lora", "trains_adapters_only", "queries", "recomputes_activation", "offload")
+# Not measured apart: what trains, the few vectors that queries are, activation functions that run again, copies to host
+# memory, and experts on several replicas.
+_NOT_MEASURED = (
+    *("trainable", "frozen", "lora", "trains_adapters_only", "queries", "recomputes_activation", "offload", "ep"),
+)
 _KINDS: tuple[str, ...] = get_args(get_type_hints(LayerShape)["kind"])
 
 
@@ -32,9 +34,9 @@ def _default(field: Field[Any]) -> Any:
     return 0 if field.default is MISSING else field.default
 
 
-_RECORD_OF = {field.name: record for record in _HOLDERS for field in fields(record)}
+_RECORD_OF = {field.name: record for record in _HOLDERS for field in fields(record) if field.name not in _NOT_MEASURED}
 _NOT_STATED = ("kind", *_HOLDERS.values(), *_NOT_MEASURED)
-_DEFAULT_OF_FIELD = {field.name: _default(field) for record in _HOLDERS for field in fields(record)} | {
+_DEFAULT_OF_FIELD = {name: _default(record.__dataclass_fields__[name]) for name, record in _RECORD_OF.items()} | {
     field.name: _default(field) for field in fields(LayerShape) if field.name not in _NOT_STATED
 }
 _FIELDS_IN_ORDER = (  # of saved tables; fields of new kinds of mixers and MLPs follow these

@@ -24,8 +24,9 @@ from mmtrain.costs.cost_table import (
     layer_fields,
     layer_key,
 )
+from mmtrain.costs.expert_costs import expert_exchange_seconds
 from mmtrain.costs.offload_costs import offloaded_bytes, offloaded_seconds
-from mmtrain.models.shapes.layer_shape import Attention
+from mmtrain.models.shapes.layer_shape import Attention, MoeMlp
 from mmtrain.models.shapes.model_shape import LayerShape, num_pieces
 
 FloatArray = npt.NDArray[np.float64]
@@ -174,6 +175,7 @@ class MeasuredCosts:
         if seconds:
             seconds += self.model.activation_again(layer, tp, load, kind)
             seconds += self.model.mlp_chunk_sums(layer, tp, load, kind)
+            seconds += expert_exchange_seconds(work, self, self.model.hardware.ranks_per_node, self.model.element_bytes)
         if not self.table.layer_scales:
             return seconds
         scale = self.table.scale_by_layer.get(_key(layer))
@@ -200,6 +202,8 @@ class MeasuredCosts:
             self.missing.add(f"{layer.kind} tp{work.tp}")
             has_extras = layer.lora is not None or layer.recomputes_activation
             bare = replace(layer, lora=None, recomputes_activation=False) if has_extras else layer
+            if isinstance(bare.mlp, MoeMlp):  # its exchange is added too
+                bare = replace(bare, mlp=replace(bare.mlp, ep=1))
             return self.model.seconds(LayerWork(bare, work.tp, load, kind, input_grad))
         return self._interpolate(entry, timed, layer, load) * self.model.hardware.slowest_rank_ratio
 

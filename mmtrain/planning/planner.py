@@ -22,7 +22,7 @@ from mmtrain.planning.formulate import require_feasible
 from mmtrain.planning.search.best_first_search import CUT_SHORT_LABEL
 from mmtrain.planning.search.mesh_enumeration import unit_mesh_sizes
 from mmtrain.planning.search.strategies import StrategySearches
-from mmtrain.planning.search.variants import has_faster_plan, variants_of, with_activations_again
+from mmtrain.planning.search.variants import has_faster_plan, variants_of, with_activations_again, with_expert_ranks
 from mmtrain.planning.space.budget import DEFAULT_BUDGET, SearchBudget
 from mmtrain.planning.space.candidate import EQUAL_STEP_TIME_RATIO, Candidate, Rejected, SearchResults
 from mmtrain.planning.space.problem import PlanningProblem, PlanRequest
@@ -38,6 +38,7 @@ def plan(problem: PlanningProblem, *, budget: SearchBudget = DEFAULT_BUDGET) -> 
         PlanError: constraints leave no mesh, or nothing fits into memory; names the binding constraint.
     """
     require_feasible(problem)
+    problem = with_expert_ranks(problem, budget)
     request = problem.request
     evaluator, results = search_placements(problem, budget)
     baseline_planner = BaselinePlanner(evaluator, results.enumerated)

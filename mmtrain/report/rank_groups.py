@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import gcd
 
 from mmtrain.planning.artifact.plan import Plan, StagePlan, UnitPlan
-from mmtrain.program.ir.graph import LLM
+from mmtrain.program.ir.graph import LLM, num_independent_groups
 from mmtrain.program.ir.program import ranges_text
 from mmtrain.report.plain_text import memory_text
 
@@ -138,7 +138,7 @@ def ranks_to_draw(plan: Plan, max_ranks: int, group: int = 0) -> list[int]:
 
 def num_replica_groups(plan: Plan) -> int:
     """Return the number of replica groups."""
-    return gcd(*(unit.dp for unit in plan.units.values()))
+    return gcd(*(num_independent_groups(unit.dp, unit.cp, unit.ep) for unit in plan.units.values()))
 
 
 def _first_rank_of_each_tp_group(plan: Plan, replicas: Mapping[str, range]) -> list[int]:

@@ -125,6 +125,12 @@ class MoeMlp:
     top_k: int = 0
     expert_ffn: int = 0  # inner width of each
     normalized_scores: bool = False  # the weights of a token's experts are divided by their sum
+    ep: int = 1  # replicas that hold the experts together, as many of them each
+
+    @property
+    def held_experts(self) -> int:
+        """Return the experts of one rank."""
+        return self.experts // self.ep
 
     @property
     def linears(self) -> tuple[str, ...]:

@@ -126,6 +126,7 @@ def build_model_shape(recipe: Recipe) -> ModelShape:
         units.append(UnitShape("generator", "generator", generator_layers(model.generator, llm_hidden)))
         edges.append(ModelEdge("llm", "generator", layer=0, width=llm_hidden))
     shape = ModelShape(mark_frozen(units, recipe), tuple(edges), model.llm.tie_embeddings)
+    shape = with_expert_parallelism(shape, recipe.parallel.llm.ep or 1)
     fixed = [u.name for u in units if recipe.parallel.of(u.name).runs_activations_again is True]
     modes = {u.name: recipe.parallel.of(u.name).offload for u in units}
     offload: dict[str, OffloadMode] = {name: mode for name, mode in modes.items() if mode != "auto"}
@@ -140,6 +141,15 @@ def with_recomputed_activations(shape: ModelShape, units: Collection[str]) -> Mo
 
     def changed(unit: str, block: LayerShape) -> LayerShape:
         return replace(block, recomputes_activation=unit in units and block.keeps_activation_output)
+
+    return _with_blocks(shape, changed)
+
+
+def with_expert_parallelism(shape: ModelShape, ep: int) -> ModelShape:
+    """Return the model with each mixture's experts on `ep` replicas."""
+
+    def changed(_: str, block: LayerShape) -> LayerShape:
+        return replace(block, mlp=replace(block.mlp, ep=ep)) if isinstance(block.mlp, MoeMlp) else block
 
     return _with_blocks(shape, changed)
 

@@ -267,9 +267,9 @@ class BaselinePlanner:
         for dp, vpp in product(llm.dp, llm.vpp):
             num_stages, rest = divmod(num_ranks, MEGATRON_TP * dp)
             meshes = dict.fromkeys(choices, MeshSize(1, 1, MEGATRON_TP * dp))
-            meshes[LLM] = MeshSize(MEGATRON_TP, num_stages - len(others), dp, vpp)
+            meshes[LLM] = MeshSize(MEGATRON_TP, num_stages - len(others), dp, vpp, ep=llm.ep)
             is_allowed = all(1 in unit.tp and 1 in unit.pp and MEGATRON_TP * dp in unit.dp for unit in others)
-            if rest or not is_allowed or meshes[LLM].pp not in llm.pp:
+            if rest or dp % llm.ep or not is_allowed or meshes[LLM].pp not in llm.pp:
                 continue
             num_llm = llm.global_batch // dp
             num_microbatches = {name: unit.fixed_microbatches or num_llm for name, unit in choices.items()}

@@ -27,6 +27,7 @@ class MeshSize:
     cp: int = 1
     cp_method: ContextMethod = "ulysses"
     cp_split: CutSequences = "auto"
+    ep: int = 1  # replicas that hold the experts of a block together
 
     @property
     def num_replicas(self) -> int:
@@ -41,7 +42,8 @@ class MeshSize:
     def __str__(self) -> str:
         context = f" cp{self.cp}" if self.cp > 1 else ""
         chunks = f" vpp{self.vpp}" if self.vpp > 1 else ""
-        return f"tp{self.tp}{context} pp{self.pp}{chunks} dp{self.dp}"
+        experts = f" ep{self.ep}" if self.ep > 1 else ""
+        return f"tp{self.tp}{context} pp{self.pp}{chunks} dp{self.dp}{experts}"
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class Layout:
         counts_differ = len(set(counts.values())) > 1
         meshes = []
         for name, unit in self.units.items():
-            mesh = f"{name} {MeshSize(unit.tp, unit.pp, unit.dp, unit.vpp, unit.cp)}"
+            mesh = f"{name} {MeshSize(unit.tp, unit.pp, unit.dp, unit.vpp, unit.cp, ep=unit.ep)}"
             meshes.append(f"{mesh} mb{counts[name]}" if counts_differ else mesh)
         return f"{self.placement}: {', '.join(meshes)}"
 
@@ -233,4 +235,6 @@ def _unit_plan(
         for i, (lo, hi) in enumerate(bounds)
     )
     context = {"cp": size.cp, "cp_method": size.cp_method, "cp_split": size.cp_split} if size.cp > 1 else {}
-    return UnitPlan(tp=size.tp, pp=size.pp, dp=size.dp, vpp=size.vpp, ranks=tuple(ranks), stages=stages, **context)
+    return UnitPlan(
+        tp=size.tp, pp=size.pp, dp=size.dp, vpp=size.vpp, ep=size.ep, ranks=tuple(ranks), stages=stages, **context
+    )

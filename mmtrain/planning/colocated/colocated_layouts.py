@@ -22,7 +22,7 @@ def llm_mesh_sizes(choices: Mapping[str, UnitChoices], world_size: int) -> Itera
     A replica on one rank has no bubbles: that is `unified`. Where the recipe fixes vpp, there are enough layers for it.
     """
     llm = choices[LLM]
-    for size in llm.meshes(world_size):
+    for size in llm.with_experts(llm.meshes(world_size)):
         vpp = llm.fixed_vpp_on(size.pp) or 1
         has_bubbles = size.tp * size.pp > 1
         can_interleave = vpp == 1 or (size.pp > 1 and size.pp * vpp <= llm.num_layers)

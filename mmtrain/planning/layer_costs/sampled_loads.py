@@ -209,7 +209,7 @@ def split_of_unit(unit: str, split: BatchSplit) -> UnitSplit:
 
 def _mesh_of(split: UnitSplit) -> MeshSize:
     """Return the mesh of a unit that is divided like this, whose replicas are single ranks."""
-    return MeshSize(1, 1, split.dp, cp=split.cp, cp_method=split.cp_method, cp_split=split.cp_split)
+    return MeshSize(1, 1, split.dp, cp=split.cp, cp_method=split.cp_method, cp_split=split.cp_split, ep=split.ep)
 
 
 def load_split(unit: str, split: BatchSplit) -> LoadSplit:

@@ -144,7 +144,7 @@ def shared_meshes(choices: Choices) -> Iterator[dict[str, MeshSize]]:
     plain = (MeshSize(tp, 1, dp) for tp, dp in product(sorted(llm.tp), sorted(llm.dp)) if 1 in llm.cp)
     of_tp_and_dp = (llm.context_meshes(MeshSize(tp, 1, dp)) for tp, dp in product(sorted(llm.tp), llm.dp))
     with_context = (mesh for meshes in of_tp_and_dp for mesh in meshes if mesh.cp > 1)
-    for of_llm in chain(plain, with_context):
+    for of_llm in llm.with_experts(chain(plain, with_context)):
         others = {name: _mesh_beside(unit, of_llm) for name, unit in choices.items() if name != LLM}
         meshes = {name: of_llm if name == LLM else others[name] for name in choices}
         possible = {name: mesh for name, mesh in meshes.items() if mesh is not None}
@@ -215,7 +215,7 @@ def meshes_of(
             rule = MicrobatchRule(fixed=num_llm)
             for vpp in _vpp_sizes(unit, pp, unit.num_layers, num_llm, unit.num_chunks):
                 if pp * vpp <= unit.num_layers and unit.allows_chunks(pp, vpp):
-                    meshes = unit.context_meshes(MeshSize(tp, pp, dp, vpp))
+                    meshes = unit.with_experts(unit.context_meshes(MeshSize(tp, pp, dp, vpp)))
                     yield from ((mesh, rule) for mesh in meshes if mesh.ranks <= max_ranks)
             continue
         vpp = unit.fixed_vpp_on(pp) or 1

@@ -4,10 +4,19 @@ Layers are recomputed one by one, as memory demands. What is varied here holds f
 variant has costs of its own and is searched as a whole.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 
-from mmtrain.models.shapes.model_shape import OffloadMode, unit_offload, with_offload, with_recomputed_activations
+from mmtrain.models.shapes.model_shape import (
+    OffloadMode,
+    unit_offload,
+    with_expert_parallelism,
+    with_offload,
+    with_recomputed_activations,
+)
+from mmtrain.planning.artifact.plan import AS_FAST_RATIO
 from mmtrain.planning.evaluate.evaluator import Evaluator
 from mmtrain.planning.layer_costs.layer_costs import LayerCosts
 from mmtrain.planning.layer_costs.sampled_loads import SampledLoads
@@ -15,6 +24,7 @@ from mmtrain.planning.layer_costs.token_splits import with_token_splits
 from mmtrain.planning.search.strategies import StrategySearches
 from mmtrain.planning.space.budget import QUICK_BUDGET, SearchBudget
 from mmtrain.planning.space.problem import PlanningProblem, PlanRequest
+from mmtrain.program.ir.graph import LLM
 
 OFFLOAD_MODES: tuple[OffloadMode, ...] = ("inputs", "all")
 
@@ -41,6 +51,48 @@ def variants_of(
             sharded_costs = with_token_splits(varied, layer_costs, sp_at_any_cost=True)
             if sharded_costs.sp != layer_costs.sp:
                 yield Evaluator(varied, budget, sharded_costs)
+
+
+def with_expert_ranks(problem: PlanningProblem, budget: SearchBudget) -> PlanningProblem:
+    """Return the problem with a number of ranks that hold the experts of a mixture together, where that is open.
+
+    A search with little effort finds the fastest plan for each power of two that divides experts and replicas. Where
+    none of these plans fits, the largest number leaves most memory.
+    """
+    sizes = _expert_parallel_sizes(problem)
+    if len(sizes) <= 1:
+        return problem
+    loads, best, fastest_s = SampledLoads(problem, budget), problem, math.inf
+    for ep in sizes:
+        problem.request.say(f"trying experts on {ep} ranks")
+        varied = with_experts_on(problem, ep)
+        step_s = fastest_quick_step_s(varied, loads, fastest_s)
+        if step_s * AS_FAST_RATIO < fastest_s or math.isinf(fastest_s):
+            best, fastest_s = varied, step_s
+    return best
+
+
+def with_experts_on(problem: PlanningProblem, ep: int) -> PlanningProblem:
+    """Return the problem whose LLM has the experts of each mixture on `ep` ranks."""
+    constraints, choices = problem.constraints, problem.choices
+    placements = tuple(name for name in constraints.placements if ep == 1 or name != "replicated")
+    llm = replace(choices[LLM], ep=ep)
+    return replace(
+        problem,
+        shape=with_expert_parallelism(problem.shape, ep),
+        constraints=replace(constraints, placements=placements, choices={**choices, LLM: llm}),
+    )
+
+
+def _expert_parallel_sizes(problem: PlanningProblem) -> list[int]:
+    """Return the degrees of expert parallelism to try; none where the recipe fixes it or there are no experts."""
+    recipe, llm = problem.recipe, problem.choices[LLM]
+    moe, placement = recipe.model.llm.moe, recipe.parallel.placement
+    if moe is None or recipe.parallel.llm.ep is not None or placement == "replicated":
+        return []
+    num_replicas = [dp * cp for dp, cp in product(llm.dp, llm.cp)]
+    sizes = [2**i for i in range(max(num_replicas).bit_length())]
+    return [ep for ep in sizes if moe.experts % ep == 0 and any(number % ep == 0 for number in num_replicas)]
 
 
 def with_activations_again(problem: PlanningProblem) -> PlanningProblem | None:
@@ -79,7 +131,15 @@ def has_faster_plan(problem: PlanningProblem, loads: SampledLoads, step_s: float
 
     loads: of the problem's batches.
     """
+    return fastest_quick_step_s(problem, loads, step_s) < step_s
+
+
+def fastest_quick_step_s(problem: PlanningProblem, loads: SampledLoads, step_s: float) -> float:
+    """Return the seconds of the fastest step below `step_s` that a search with little effort finds, or infinity.
+
+    loads: of the problem's batches.
+    """
     limited = replace(problem, request=PlanRequest(num_alternatives=0, max_step_s=step_s))
     layer_costs = with_token_splits(limited, LayerCosts(limited, budget=QUICK_BUDGET, loads=loads))
     best = StrategySearches(Evaluator(limited, QUICK_BUDGET, layer_costs)).results.best
-    return best is not None and best.step_time_s < step_s
+    return math.inf if best is None else best.step_time_s

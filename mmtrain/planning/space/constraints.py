@@ -7,6 +7,7 @@ from typing import Literal
 
 from mmtrain.costs import preset
 from mmtrain.errors import PlanError, UserError
+from mmtrain.models.shapes.layer_shape import MoeMlp
 from mmtrain.models.shapes.model_shape import ModelShape, UnitShape, build_model_shape
 from mmtrain.planning.artifact.layout import MeshSize
 from mmtrain.planning.space.budget import DEFAULT_BUDGET, MeshBudget
@@ -42,6 +43,7 @@ class UnitChoices:
     cp_methods: tuple[tuple[int, int, ContextMethod], ...] = ()  # (tp, cp, method) for each cp above 1 that is possible
     cp_split: CutSequences = "auto"
     layers_per_chunk: tuple[int, ...] | None = None  # blocks in each model chunk, where the recipe divides the unit
+    ep: int = 1  # replicas that hold experts together
 
     @property
     def num_chunks(self) -> int | None:
@@ -59,6 +61,10 @@ class UnitChoices:
         """
         is_division = self.num_chunks is None or (self.num_chunks == pp * vpp and (pp > 1 or vpp == 1))
         return self.fixed_vpp in (None, vpp) and is_division
+
+    def with_experts(self, meshes: Iterable[MeshSize]) -> Iterator[MeshSize]:
+        """Yield those of the meshes whose replicas make whole groups that hold experts together."""
+        return (replace(mesh, ep=self.ep) for mesh in meshes if mesh.num_replicas % self.ep == 0)
 
     def context_meshes(self, mesh: MeshSize) -> Iterator[MeshSize]:
         """List the meshes with this tp, pp, dp and vpp, for each number of ranks that may share sequences."""
@@ -147,6 +153,7 @@ def unit_choices(
             fixed_dp=fixed.dp,
             is_encoder=unit.kind == "encoder",
             layers_per_chunk=fixed.layers_per_chunk or None,
+            ep=expert_parallel_size(unit),
         )
         if unit.name == LLM:
             choices[LLM] = _with_shared_sequences(choices[LLM], recipe, ranks_per_node, budget)
@@ -160,6 +167,11 @@ def unit_choices(
     if problems:
         raise PlanError("\n".join(problems))
     return choices
+
+
+def expert_parallel_size(unit: UnitShape) -> int:
+    """Return how many replicas of a unit hold its experts together; 1 without experts."""
+    return next((layer.mlp.ep for layer in unit.layers if isinstance(layer.mlp, MoeMlp)), 1)
 
 
 def _with_shared_sequences(llm: UnitChoices, recipe: Recipe, ranks_per_node: int, budget: MeshBudget) -> UnitChoices:

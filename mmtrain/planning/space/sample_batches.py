@@ -24,7 +24,15 @@ from mmtrain.balance.matched.regroup_step import match_step
 from mmtrain.errors import PlanError
 from mmtrain.planning.artifact.layout import MeshSize
 from mmtrain.planning.space.budget import DEFAULT_BUDGET, SamplingBudget
-from mmtrain.program.ir.graph import LLM, ContextMethod, CutSequences, DispatchMode, StageGraph, UnitMesh
+from mmtrain.program.ir.graph import (
+    LLM,
+    ContextMethod,
+    CutSequences,
+    DispatchMode,
+    StageGraph,
+    UnitMesh,
+    num_independent_groups,
+)
 
 BoolArray = npt.NDArray[np.bool_]
 
@@ -156,6 +164,7 @@ class UnitSplit(NamedTuple):
     cp: int = 1
     cp_method: ContextMethod = "ulysses"
     cp_split: CutSequences = "auto"
+    ep: int = 1
     ranks_per_replica: int = 1  # which decide on which node a replica is, where items are dispatched
 
 
@@ -171,7 +180,8 @@ def unit_split(
     unit: str, mesh: MeshSize | UnitMesh, num_microbatches: int, dispatch: DispatchMode | None = None
 ) -> UnitSplit:
     """Return how the unit's part of a step is divided over a mesh."""
-    split = UnitSplit(unit, mesh.dp, num_microbatches, dispatch, ranks_per_replica=mesh.tp if dispatch == "all" else 1)
+    ranks_per_replica = mesh.tp if dispatch == "all" else 1
+    split = UnitSplit(unit, mesh.dp, num_microbatches, dispatch, ep=mesh.ep, ranks_per_replica=ranks_per_replica)
     if mesh.cp == 1:
         return split
     return split._replace(cp=mesh.cp, cp_method=mesh.cp_method, cp_split=mesh.cp_split)
@@ -184,7 +194,7 @@ def num_microbatches_of(split: BatchSplit) -> dict[str, int]:
 
 def num_groups_of(split: BatchSplit) -> int:
     """Return the number of replica groups."""
-    return math.gcd(*(entry.dp for entry in split))
+    return math.gcd(*(num_independent_groups(entry.dp, entry.cp, entry.ep) for entry in split))
 
 
 def split_of_group(split: BatchSplit) -> BatchSplit:

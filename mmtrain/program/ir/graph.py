@@ -3,6 +3,7 @@
 A *TP group* is the tuple of global ranks that hold one stage of one replica: its tensor-parallel group. *Replica
 groups* are the smallest sets of replicas that exchange data only with each other: with g = gcd of all units'
 data-parallel degrees and n_u replicas of unit u, group q holds replicas [q * n_u / g, (q + 1) * n_u / g) of every unit.
+Replicas that hold experts together are in one group, which may therefore be larger.
 """
 
 import math
@@ -100,6 +101,11 @@ class UnitMesh:
         """Return the global ranks of the TP group that holds the unit's stage number `stage` of `replica`."""
         first = (stage % self.pp * self.num_replicas + replica) * self.tp
         return self.ranks[first : first + self.tp]
+
+
+def num_independent_groups(dp: int, cp: int, ep: int) -> int:
+    """Return into how many groups a unit's replicas fall that share neither sequences nor experts with each other."""
+    return dp * cp // math.lcm(cp, ep)
 
 
 def microbatches_per_block(count: int, other: int) -> tuple[int, int]:
@@ -212,7 +218,7 @@ class StageGraph:
     @cached_property
     def num_groups(self) -> int:
         """Number of replica groups."""
-        return math.gcd(*(m.dp for m in self.meshes))
+        return math.gcd(*(num_independent_groups(mesh.dp, mesh.cp, mesh.ep) for mesh in self.meshes))
 
     @cached_property
     def all_ranks(self) -> tuple[int, ...]:

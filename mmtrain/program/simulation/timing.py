@@ -181,7 +181,7 @@ class ModelTiming:
             kind, lo, hi = direction(action), 0, len(content.layers)
         key = (content.number, kind, lo, hi, mb.replica, mb.index)
         if key not in self._compute_s:
-            sharing = self.graph.mesh(mb.unit).cp_replicas(mb.replica)
+            sharing = self.graph.mesh(mb.unit).joint_replicas(mb.replica)
             parts = [self.loads.loads[Microbatch(mb.unit, replica, mb.index)] for replica in sharing]
             group = self._context_groups[mb.unit]
             passes = self._passes(action, content, kind, lo, hi)

@@ -18,6 +18,7 @@ from mmtrain.recipe.checks.parallel_checks import (
     NUM_END_LAYERS,
     check_cluster_size,
     check_encoder_parallelism,
+    check_expert_parallelism,
     check_llm_data_parallelism,
     check_llm_parallelism,
     check_model_chunks,
@@ -329,6 +330,7 @@ def _check_sums_of_shares(schedules: list[dict[int, float]]) -> Iterator[Problem
 CHECKS: tuple[Check, ...] = (
     check_parallel_encoders,
     check_encoder_parallelism,
+    check_expert_parallelism,
     check_llm_parallelism,
     check_other_data_parallelism,
     check_llm_data_parallelism,

@@ -53,8 +53,30 @@ def check_llm_parallelism(recipe: Recipe) -> Iterator[Problem]:
         text = f"{tp} does not divide the {kv_outputs} outputs of the key and value projections (kv_heads {kv_heads})"
         yield Problem(("parallel", "llm", "tp"), text)
     else:
-        yield from check_tp("llm", recipe.parallel.llm, heads=llm.heads, ffn=llm.ffn)
+        widths = {"ffn": llm.ffn} if llm.moe is None or llm.moe.dense_blocks else {}
+        widths |= {} if llm.moe is None else {"moe.ffn": llm.moe.ffn}
+        yield from check_tp("llm", recipe.parallel.llm, heads=llm.heads, **widths)
     yield from _check_pp("llm", recipe.parallel.llm, llm)
+
+
+def check_expert_parallelism(recipe: Recipe) -> Iterator[Problem]:
+    """The expert-parallel degree divides the experts, and replicas if these are fixed; sharded units have none."""
+    degrees, moe, path = recipe.parallel.llm, recipe.model.llm.moe, ("parallel", "llm", "ep")
+    ep = degrees.ep
+    if ep is None:
+        return
+    if moe is None:
+        yield Problem(path, f"found {ep}, but model.llm has no experts (`moe`); remove it")
+        return
+    if moe.experts % ep:
+        yield Problem(path, f"{ep} does not divide the {moe.experts} experts of model.llm.moe; use a divisor of them")
+    if ep > 1 and recipe.parallel.placement == "replicated":
+        text = f"found {ep} with placement replicated, which shards experts over all ranks as other weights; remove it"
+        yield Problem(path, text)
+    if degrees.dp is not None:
+        replicas, of = degrees.dp * (degrees.cp or 1), "dp x cp" if degrees.cp else "dp"
+        if replicas % ep:
+            yield Problem(path, f"{ep} does not divide parallel.llm's {of}, {replicas}: as many replicas hold experts")
 
 
 def check_other_data_parallelism(recipe: Recipe) -> Iterator[Problem]:
