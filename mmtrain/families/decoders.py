@@ -6,12 +6,24 @@ inner section only, so some classes also look there.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from mmtrain.families.config_section import ConfigSection
 from mmtrain.families.family import FolderSettings, Settings
 from mmtrain.families.rotary import rotary_settings
-from mmtrain.families.weight_layouts import ParameterSource, as_is, gate_and_up, query_key_value, vocabulary
+from mmtrain.families.weight_layouts import (
+    ParameterSource,
+    as_is,
+    fused_down,
+    fused_gate_and_up,
+    gate_and_up,
+    query_key_value,
+    vocabulary,
+)
+
+# A tensor for each linear of each expert, or one for all experts of a block, whose matrices are (outputs, inputs) or
+# (inputs, outputs).
+ExpertLayout = Literal["apart", "fused", "fused, inputs first"]
 
 _TIED_KEY = "tie_word_embeddings"
 _FULL, _SLIDING = "full_attention", "sliding_attention"  # what `layer_types` says of a block
@@ -59,22 +71,46 @@ def decoder_settings(
     }
 
 
+def moe_settings(config: ConfigSection, num_blocks: int, defaults: Mapping[str, int], normalizes: bool) -> Settings:
+    """Return the settings of mixtures of experts, which compute a loss of their own only where it is switched on.
+
+    normalizes: what holds without `norm_topk_prob`, a key that not all families have.
+    """
+    step, listed = config.integer("decoder_sparse_step", 1), config.value("mlp_only_layers") or []
+    if not isinstance(listed, list) or not all(type(block) is int and 0 <= block < num_blocks for block in listed):
+        config.reject("mlp_only_layers", f"found {listed}, allowed: numbers of blocks, 0 to {num_blocks - 1}")
+        listed = []
+    config.require("output_router_logits", False, default=False)
+    config.value("router_aux_loss_coef")  # of that loss
+    of_both_names = (config.optional_integer(key, None) for key in ("num_experts", "num_local_experts"))
+    return {
+        "experts": next((number for number in of_both_names if number is not None), defaults["experts"]),
+        "top_k": config.integer("num_experts_per_tok", defaults["top_k"]),
+        "ffn": config.integer("moe_intermediate_size", defaults["ffn"]),
+        "normalize": config.flag("norm_topk_prob", normalizes),
+        "dense_blocks": tuple(block for block in range(num_blocks) if block in listed or (block + 1) % step),
+    }
+
+
 def decoder_weights(
-    settings: FolderSettings, model: str = "model.", head: str = "lm_head."
+    settings: FolderSettings, model: str = "model.", head: str = "lm_head.", *, experts: ExpertLayout = "apart"
 ) -> Iterator[ParameterSource]:
-    """Yield the weights of the LLM; `model` and `head` are the prefixes of its tensors in the folder."""
+    """Yield the weights of the LLM; `model` and `head` are the prefixes of its tensors in the folder.
+
+    experts: how the folder holds the linears of experts.
+    """
     llm = settings.model["llm"]
     hidden, vocab, layers = llm["hidden"], llm["vocab"], llm["layers"]
     last = layers + 1
     yield vocabulary("llm.layers.0.table.weight", f"{model}embed_tokens.weight", vocab, hidden)
     for block in range(layers):
-        yield from _block_weights(llm, block, f"{model}layers.{block}.")
+        yield from _block_weights(llm, block, f"{model}layers.{block}.", experts)
     yield as_is(f"llm.layers.{last}.norm.weight", f"{model}norm.weight", (hidden,))
     if not llm["tie_embeddings"]:
         yield vocabulary(f"llm.layers.{last}.output.weight", "lm_head.weight", vocab, hidden)
 
 
-def _block_weights(llm: Settings, block: int, theirs: str) -> Iterator[ParameterSource]:
+def _block_weights(llm: Settings, block: int, theirs: str, layout: ExpertLayout) -> Iterator[ParameterSource]:
     ours = f"llm.layers.{block + 1}."
     hidden, ffn = llm["hidden"], llm["ffn"]
     heads, kv_heads, head_dim = llm["heads"], llm["kv_heads"], llm["head_dim"]
@@ -99,9 +135,15 @@ def _block_weights(llm: Settings, block: int, theirs: str) -> Iterator[Parameter
         yield from _gated_mlp_weights(f"{ours}mlp.", f"{theirs}mlp.", (ffn, hidden))
         return
     yield as_is(f"{ours}mlp.router.weight", f"{theirs}mlp.gate.weight", (moe["experts"], hidden))
+    shape = (moe["ffn"], hidden)
     for expert in range(moe["experts"]):
-        of_expert = f"mlp.experts.{expert}."
-        yield from _gated_mlp_weights(f"{ours}{of_expert}", f"{theirs}{of_expert}", (moe["ffn"], hidden))
+        name, experts = f"mlp.experts.{expert}.", f"{theirs}mlp.experts."
+        if layout == "apart":
+            yield from _gated_mlp_weights(f"{ours}{name}", f"{theirs}{name}", shape)
+            continue
+        first, last, is_swapped = f"{experts}gate_up_proj", f"{experts}down_proj", layout == "fused, inputs first"
+        yield fused_gate_and_up(f"{ours}{name}linear_fc1.weight", first, expert, shape, inputs_first=is_swapped)
+        yield fused_down(f"{ours}{name}linear_fc2.weight", last, expert, shape[::-1], inputs_first=is_swapped)
 
 
 def _gated_mlp_weights(ours: str, theirs: str, shape: tuple[int, int]) -> Iterator[ParameterSource]:

@@ -121,6 +121,8 @@ class Family:
     video_type: the class of its processor of videos, where a folder names none.
     spellings: a family whose tensors were renamed by a version of `transformers` lists the prefixes of each spelling;
         export writes the one that the source folder has.
+    other_layout: what `weights` yields for folders whose tensors have other shapes, as another version of
+        `transformers` writes them.
     markups: how its processor writes media into text, for those where that is more than the placeholder that the folder
         names, once for each feature.
     ignored: suffixes of tensors that may be in a folder and hold nothing to keep (buffers).
@@ -133,6 +135,7 @@ class Family:
     settings: Callable[[ConfigSection], FolderSettings]
     weights: Callable[[FolderSettings], Iterator[ParameterSource]]
     tiny: Mapping[str, Mapping[str, Any]]
+    other_layout: Callable[[FolderSettings], Iterator[ParameterSource]] | None = None
     markups: Markups = field(default_factory=dict)
     image_processor: Mapping[str, Any] = field(default_factory=dict)
     video_processor: Settings = field(default_factory=dict)

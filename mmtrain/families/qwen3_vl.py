@@ -1,11 +1,16 @@
-"""Dense Qwen3-VL (arXiv 2511.21631), as `Qwen3VLForConditionalGeneration` of `transformers` computes it."""
+"""Qwen3-VL (arXiv 2511.21631), as `transformers` computes it: dense, and with mixtures of experts.
 
-from collections.abc import Iterator
+Folders of the latter hold the experts of a block in two tensors: on the hub (experts, hidden, gates and values) and
+(experts, ffn, hidden); from version 5 of `transformers`, with the last dimensions swapped.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from math import isqrt
 from typing import Any
 
 from mmtrain.families.config_section import ConfigSection
-from mmtrain.families.decoders import decoder_buffers, decoder_settings, decoder_weights, tied_by_outer
+from mmtrain.families.decoders import decoder_buffers, decoder_settings, decoder_weights, moe_settings, tied_by_outer
 from mmtrain.families.family import (
     MEDIA_TOKENS,
     SECONDS,
@@ -23,6 +28,15 @@ from mmtrain.families.rotary import rotary_settings
 from mmtrain.families.weight_layouts import ParameterSource, as_is
 
 _DEFAULTS = {"intermediate_size": 22016, "num_key_value_heads": 32, "head_dim": 128, "vocab_size": 151936}
+_MOE_DEFAULTS = {
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "vocab_size": 151936,
+}
+_MOE_EXPERTS = {"experts": 60, "top_k": 4, "ffn": 1408}
 _DEFAULT_THETA = 500000.0
 _DEFAULT_SECTIONS = (24, 20, 20)
 _DEFAULT_DEEPSTACK = [8, 16, 24]
@@ -76,9 +90,16 @@ _TINY: dict[str, Any] = {
 
 
 def _settings(config: ConfigSection) -> FolderSettings:
+    return _folder_settings(config, _text_settings(config))
+
+
+def _moe_settings(config: ConfigSection) -> FolderSettings:
+    return _folder_settings(config, _moe_text_settings(config))
+
+
+def _folder_settings(config: ConfigSection, llm: Settings) -> FolderSettings:
     for key in _TOKEN_KEYS:  # they belong to text and tokenizer
         config.value(key)
-    llm = _text_settings(config)
     tower = config.section("vision_config")
     common = tower_settings(tower, tower.integer("hidden_size", 1152), depth=27, patch=16)
     tower.require("out_hidden_size", llm["hidden"], default=3584)
@@ -102,12 +123,26 @@ def _settings(config: ConfigSection) -> FolderSettings:
 
 def _text_settings(config: ConfigSection) -> Settings:
     text = config.section("text_config")
+    llm = _decoder(text, _DEFAULTS)
+    text.finish()
+    return tied_by_outer(config, llm)
+
+
+def _moe_text_settings(config: ConfigSection) -> Settings:
+    text = config.section("text_config")
+    llm = _decoder(text, _MOE_DEFAULTS)
+    moe = moe_settings(text, llm["layers"], _MOE_EXPERTS, normalizes=True)
+    if not moe["normalize"]:
+        text.reject("norm_topk_prob", "found false, but the weights of experts are always normalized; allowed: true")
+    text.finish()
+    return {**tied_by_outer(config, llm), "moe": moe}
+
+
+def _decoder(text: ConfigSection, defaults: Mapping[str, int]) -> Settings:
     text.require("attention_bias", False, default=False)
     rotary = rotary_settings(text, _DEFAULT_THETA, interleaved=True)
     rotary = {**rotary, "rope_sections": rotary["rope_sections"] or _DEFAULT_SECTIONS}
-    llm = decoder_settings(text, _DEFAULTS, rotary, qkv_bias=False, qk_norm=True)
-    text.finish()
-    return tied_by_outer(config, llm)
+    return decoder_settings(text, defaults, rotary, qkv_bias=False, qk_norm=True)
 
 
 def _position_grid(tower: ConfigSection) -> int:
@@ -136,6 +171,21 @@ def _deepstack(tower: ConfigSection, num_blocks: int, num_llm_blocks: int) -> tu
 
 
 def _weights(settings: FolderSettings) -> Iterator[ParameterSource]:
+    yield from _tower_weights(settings)
+    yield from decoder_weights(settings, DECODER)
+
+
+def _moe_weights(settings: FolderSettings) -> Iterator[ParameterSource]:
+    yield from _tower_weights(settings)
+    yield from decoder_weights(settings, DECODER, experts="fused, inputs first")
+
+
+def _moe_weights_of_version_5(settings: FolderSettings) -> Iterator[ParameterSource]:
+    yield from _tower_weights(settings)
+    yield from decoder_weights(settings, DECODER, experts="fused")
+
+
+def _tower_weights(settings: FolderSettings) -> Iterator[ParameterSource]:
     vision, llm = settings.model["vision"], settings.model["llm"]
     hidden, ffn = vision["hidden"], vision["ffn"]
     yield as_is("vision.layers.0.proj.bias", f"{TOWER}patch_embed.proj.bias", (hidden,))
@@ -152,7 +202,6 @@ def _weights(settings: FolderSettings) -> Iterator[ParameterSource]:
     for i in range(len(vision["deepstack"])):
         ours, theirs = f"{projector}deepstack.{i}.", f"{TOWER}deepstack_merger_list.{i}."
         yield from _merger_weights((ours, "norm"), theirs, (merged, merged, llm["hidden"]))
-    yield from decoder_weights(settings, DECODER)
 
 
 def _merger_weights(names: tuple[str, str], theirs: str, widths: tuple[int, int, int]) -> Iterator[ParameterSource]:
@@ -206,4 +255,28 @@ QWEN3_VL = Family(
     },
     video_type="Qwen3VLVideoProcessor",
     ignored=decoder_buffers,
+)
+
+_TINY_MOE = {
+    **_TINY,
+    "architectures": ["Qwen3VLMoeForConditionalGeneration"],
+    "model_type": "qwen3_vl_moe",
+    "text_config": {
+        **_TINY["text_config"],
+        "model_type": "qwen3_vl_moe_text",
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 96,
+        "mlp_only_layers": [2],
+    },
+    "vision_config": {**_TINY["vision_config"], "model_type": "qwen3_vl_moe_vision"},
+}
+QWEN3_VL_MOE = replace(
+    QWEN3_VL,
+    name="qwen3_vl_moe",
+    architectures=("Qwen3VLMoeForConditionalGeneration",),
+    settings=_moe_settings,
+    weights=_moe_weights,
+    other_layout=_moe_weights_of_version_5,
+    tiny={**QWEN3_VL.tiny, "config.json": _TINY_MOE},
 )

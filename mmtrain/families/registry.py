@@ -21,7 +21,7 @@ from mmtrain.families.qwen2_5_omni import QWEN2_5_OMNI
 from mmtrain.families.qwen2_5_vl import QWEN2_5_VL
 from mmtrain.families.qwen2_audio import QWEN2_AUDIO
 from mmtrain.families.qwen2_vl import QWEN2_VL
-from mmtrain.families.qwen3_vl import QWEN3_VL
+from mmtrain.families.qwen3_vl import QWEN3_VL, QWEN3_VL_MOE
 from mmtrain.families.text_decoders import LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE
 from mmtrain.plugins import find_plugin, installed_plugins
 
@@ -44,6 +44,7 @@ FAMILIES: dict[str, Family] = {
         QWEN3,
         QWEN3_MOE,
         QWEN3_VL,
+        QWEN3_VL_MOE,
     )
 }
 # Their folders hold no LLM: a recipe names them for one of its units.

@@ -12,6 +12,7 @@ from mmtrain.families.decoders import (
     decoder_buffers,
     decoder_settings,
     decoder_weights,
+    moe_settings,
     qwen_window_settings,
     window_settings,
 )
@@ -20,6 +21,7 @@ from mmtrain.families.family import Family, FolderSettings, Settings, tiny_decod
 _LLAMA_DEFAULTS = {"intermediate_size": 11008, "vocab_size": 32000}
 _MISTRAL_DEFAULTS = {"intermediate_size": 14336, "vocab_size": 32000, "num_key_value_heads": 8}
 _QWEN2_DEFAULTS = {"intermediate_size": 22016, "vocab_size": 151936, "num_key_value_heads": 32}
+_QWEN3_EXPERTS = {"experts": 128, "top_k": 8, "ffn": 768}
 _QWEN3_DEFAULTS = {**_QWEN2_DEFAULTS, "head_dim": 128}
 
 
@@ -70,24 +72,9 @@ def qwen3_settings(config: ConfigSection) -> Settings:
 
 
 def qwen3_moe_settings(config: ConfigSection) -> Settings:
-    """Return the settings of the LLM. The load-balancing loss is that of `transformers` only where it is off."""
+    """Return the settings of the LLM."""
     settings = qwen3_settings(config)
-    num_blocks = settings["layers"]
-    step, listed = config.integer("decoder_sparse_step", 1), config.value("mlp_only_layers") or []
-    is_list = isinstance(listed, list) and all(type(block) is int and 0 <= block < num_blocks for block in listed)
-    if not is_list:
-        config.reject("mlp_only_layers", f"found {listed}, allowed: numbers of blocks, 0 to {num_blocks - 1}")
-        listed = []
-    config.require("output_router_logits", False, default=False)
-    config.value("router_aux_loss_coef")  # of a loss that is off
-    experts = config.integer("num_experts", config.integer("num_local_experts", 128))
-    moe = {
-        "experts": experts,
-        "top_k": config.integer("num_experts_per_tok", 8),
-        "ffn": config.integer("moe_intermediate_size", 768),
-        "normalize": config.flag("norm_topk_prob", False),
-        "dense_blocks": tuple(block for block in range(num_blocks) if block in listed or (block + 1) % step),
-    }
+    moe = moe_settings(config, settings["layers"], _QWEN3_EXPERTS, normalizes=False)
     return {**settings, "moe": moe}
 
 

@@ -17,14 +17,14 @@ class Block:
     """A box of a tensor that is a box of a parameter's full view.
 
     The view may have more dimensions (in front, where its box has a size of 1) or fewer: the last dimensions of the
-    tensor are flattened, and its first `num_leading` ones, of size 1, are left out.
+    tensor are flattened, and its first `num_leading` ones, where the box has a size of 1, are left out.
     """
 
     tensor: str
     tensor_box: Box
     view_box: Box
     num_leading: int = 0
-    is_transposed: bool = False  # both are matrices, and the tensor holds the view's transposed
+    is_transposed: bool = False  # both are matrices but for what was said, and the tensor holds the view's transposed
 
     def cut(self, dim: int, start: int, stop: int) -> "Block | None":
         """Return the part whose rows along dimension `dim` of the view lie in [start, stop); None if there is none."""
@@ -34,8 +34,9 @@ class Block:
             return None
         if (new_lo, new_hi) == (lo, hi):
             return self
-        axis = 1 - dim if self.is_transposed else dim - self.num_stacked + self.num_leading
+        axis = dim - self.num_stacked
         assert axis >= 0, "a stacked dimension has a size of 1"
+        axis = (1 - axis if self.is_transposed else axis) + self.num_leading
         is_flattened = len(self.tensor_box) - self.num_leading > len(self.view_box)
         assert dim == 0 or not is_flattened, "a flattened dimension cannot be cut"
         base = self.tensor_box[axis][0] - lo
@@ -96,6 +97,18 @@ class ParameterSource:
         assert is_covered, f"{self.name}: the family covers {num_covered} elements of {full_shape}"
 
 
+def sources_by_tensor(
+    sources: Iterable[ParameterSource],
+) -> dict[str, tuple[tuple[int, ...], list[ParameterSource]]]:
+    """Return the shape of every tensor that parameters are made of, with these parameters: experts may share one."""
+    found: dict[str, tuple[tuple[int, ...], list[ParameterSource]]] = {}
+    for source in sources:
+        for tensor, shape in source.tensor_shapes().items():
+            known, of_tensor = found.get(tensor, (shape, []))
+            found[tensor] = (tuple(map(max, known, shape)), [*of_tensor, source])
+    return found
+
+
 def as_is(name: str, tensor: str, shape: Sequence[int]) -> ParameterSource:
     """Return a parameter that is the tensor."""
     box = _whole(shape)
@@ -129,6 +142,32 @@ def gate_and_up(name: str, gate: str, up: str, shape: Sequence[int]) -> Paramete
     """Return the first linear of a gated MLP, whose full view stacks both tensors of `shape`."""
     box = _whole(shape)
     return ParameterSource(name, (Block(gate, box, ((0, 1), *box)), Block(up, box, ((1, 2), *box))))
+
+
+def fused_gate_and_up(
+    name: str, tensor: str, expert: int, shape: tuple[int, int], *, inputs_first: bool
+) -> ParameterSource:
+    """Return an expert's first linear, whose full view stacks gate and values of `shape`, (ffn, hidden).
+
+    tensor: of all experts, (experts, gates and values, hidden); with `inputs_first` (experts, hidden, both).
+    """
+    ffn, inputs = shape[0], (0, shape[1])
+    blocks = []
+    for half in range(2):
+        rows = (half * ffn, (half + 1) * ffn)
+        matrix = (inputs, rows) if inputs_first else (rows, inputs)
+        view_box = ((half, half + 1), *_whole(shape))
+        blocks.append(Block(tensor, ((expert, expert + 1), *matrix), view_box, 1, inputs_first))
+    return ParameterSource(name, tuple(blocks))
+
+
+def fused_down(name: str, tensor: str, expert: int, shape: tuple[int, int], *, inputs_first: bool) -> ParameterSource:
+    """Return an expert's second linear of `shape`, (hidden, ffn).
+
+    tensor: of all experts, (experts, hidden, ffn); with `inputs_first` (experts, ffn, hidden).
+    """
+    matrix = _whole(shape[::-1] if inputs_first else shape)
+    return ParameterSource(name, (Block(tensor, ((expert, expert + 1), *matrix), _whole(shape), 1, inputs_first),))
 
 
 def query_key_value(

@@ -121,11 +121,7 @@ def export_generator(
     require_new(out)
     settings = recipe.model.generator.model_dump()
     torch_name = TORCH_NAMES[dtype or "fp32"]
-    targets = [
-        TensorTarget(TensorEntry(tensor, torch_name, shape), source)
-        for source in generator_weights(settings)
-        for tensor, shape in source.tensor_shapes().items()
-    ]
+    targets = list(TensorTarget.all_of(generator_weights(settings), lambda _: torch_name))
 
     def write_config(draft: Path) -> tuple[str, ...]:
         config = json.dumps(generator_config(settings), indent=2)
@@ -162,13 +158,11 @@ def _new_content(recipe: Recipe, dtype: ExportDtype | None) -> _Content:
     folder = describe_new_folder(recipe)
     torch_name = TORCH_NAMES[dtype or "fp32"]
     spelling = folder.family.spellings[0]
-    targets = []
-    for source in respell(folder.family.weights(folder.settings), spelling):
-        for tensor, shape in source.tensor_shapes().items():
-            targets.append(TensorTarget(TensorEntry(tensor, torch_name, shape), source))
-    for unused in respell(folder.settings.carried, spelling):
-        for tensor, shape in unused.tensor_shapes().items():
-            targets.append(TensorTarget(TensorEntry(tensor, torch_name, shape), None))
+    computed, carried = folder.family.weights(folder.settings), folder.settings.carried
+    targets = [
+        *TensorTarget.all_of(respell(computed, spelling), lambda _: torch_name),
+        *TensorTarget.all_of(respell(carried, spelling), lambda _: torch_name, unused=True),
+    ]
 
     def write_small_files(draft: Path) -> tuple[str, ...]:
         return write_new_files(recipe, folder, draft, torch_name)
@@ -203,18 +197,19 @@ def _targets(
     matched: MatchedFolder, stored: FolderTensors, num_tokens: int, dtype: ExportDtype | None
 ) -> list[TensorTarget]:
     """Return all tensors to write, those of one parameter after another; those of other models as they are."""
-    targets = []
     first_dtype = next(iter(stored.tensors.values())).dtype  # of what the source folder lacks
     sources = [source.with_tokens(num_tokens) for source in (*matched.sources.values(), *matched.fresh.values())]
-    shapes = [(tensor, shape, source) for source in sources for tensor, shape in source.tensor_shapes().items()]
-    carried = [(tensor, stored.tensors[tensor].shape, None) for tensor in matched.carried]
-    for tensor, shape, source in (*shapes, *carried):
+
+    def dtype_of(tensor: str) -> str:
         stored_dtype = stored.tensors[tensor].dtype if tensor in stored.tensors else first_dtype
-        torch_name = DTYPES[stored_dtype] if dtype is None else TORCH_NAMES[dtype]
-        targets.append(TensorTarget(TensorEntry(tensor, torch_name, shape), source))
+        return DTYPES[stored_dtype] if dtype is None else TORCH_NAMES[dtype]
+
+    targets = list(TensorTarget.all_of(sources, dtype_of))
+    for tensor in matched.carried:
+        targets.append(TensorTarget(TensorEntry(tensor, dtype_of(tensor), stored.tensors[tensor].shape)))
     for tensor in matched.of_other_models:
         unchanged = stored.tensors[tensor]
-        targets.append(TensorTarget(TensorEntry(tensor, DTYPES[unchanged.dtype], unchanged.shape), None))
+        targets.append(TensorTarget(TensorEntry(tensor, DTYPES[unchanged.dtype], unchanged.shape)))
     return targets
 
 

@@ -170,7 +170,7 @@ class PretrainedWeights:
                 )
                 region = target[place]
                 part = tensors.read(piece.tensor, piece.tensor_box)
-                region.copy_((part.T if piece.is_transposed else part).reshape(region.shape))
+                region.copy_((part.mT if piece.is_transposed else part).reshape(region.shape))
         if source.has_token_rows:
             self._fill_new_tokens(source, tensors, target, box)
 

@@ -67,7 +67,7 @@ def inspect_folder(path: Path) -> FolderSummary:
     parameters: Counter[str] = Counter()
     for source in folder.family.weights(folder.settings):
         unit = source.name.partition(".")[0]
-        parameters[unit] += sum(prod(shape) for shape in source.tensor_shapes().values())
+        parameters[unit] += sum(prod(hi - lo for lo, hi in block.view_box) for block in source.blocks)
     units = tuple(
         UnitSummary(name, settings["layers"], *_width_and_heads(settings), parameters[name])
         for name, settings in folder.settings.model.items()

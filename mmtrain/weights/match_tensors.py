@@ -7,7 +7,7 @@ from itertools import takewhile
 
 from mmtrain.errors import ModelFolderError
 from mmtrain.families import ModelFolder, ParameterSource
-from mmtrain.families.weight_layouts import respell
+from mmtrain.families.weight_layouts import respell, sources_by_tensor
 from mmtrain.weights.folder_tensors import DTYPES, FolderTensors
 
 MAX_NAMES_IN_MESSAGE = 40  # a folder of another model lacks thousands
@@ -35,7 +35,7 @@ def match_tensors(
     Raises ModelFolderError with all tensors that are missing, unknown, of another shape or of a type that is not read.
     """
     family = folder.family
-    of_family = list(family.weights(folder.settings))
+    of_family = sources_in(folder, stored)
     expected = of_family
     if unit is not None:
         expected = [source for source in of_family if _belongs_to(source.name, unit, folder)]
@@ -71,6 +71,13 @@ def match_tensors(
     return MatchedFolder(by_name, fresh_by_name, tuple(carried), tuple(of_others), tuple(sorted(passed_over)))
 
 
+def sources_in(folder: ModelFolder, stored: FolderTensors) -> list[ParameterSource]:
+    """Return what the family's parameters are made of, in the layout that suits the shapes of the folder's tensors."""
+    layouts = [layout for layout in (folder.family.weights, folder.family.other_layout) if layout is not None]
+    candidates = [list(layout(folder.settings)) for layout in layouts]
+    return min(candidates, key=lambda sources: len(_misshaped(_tensor_shapes(sources), stored)))
+
+
 def _belongs_to(name: str, unit: str, folder: ModelFolder) -> bool:
     """Return whether a parameter is one of the unit, and not of its projector."""
     projector = f"{unit}.layers.{folder.settings.model[unit]['layers'] + 1}."
@@ -86,7 +93,7 @@ def _common_module(names: Iterable[str]) -> str:
 
 
 def _tensor_shapes(sources: Iterable[ParameterSource]) -> dict[str, tuple[int, ...]]:
-    return {tensor: shape for source in sources for tensor, shape in source.tensor_shapes().items()}
+    return {tensor: shape for tensor, (shape, _) in sources_by_tensor(sources).items()}
 
 
 def _num_known(sources: Iterable[ParameterSource], stored: FolderTensors) -> int:

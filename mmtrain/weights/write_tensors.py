@@ -4,7 +4,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,7 @@ from mmtrain.checkpoint import Checkpoint, LocalStorage
 from mmtrain.checkpoint.tensorfile import TensorEntry, header_bytes, tensor_bytes
 from mmtrain.errors import UserError, writing
 from mmtrain.families import ParameterSource
+from mmtrain.families.weight_layouts import sources_by_tensor
 from mmtrain.models.shapes.layer_shape import LoraShape
 from mmtrain.weights.adapters import adapter_names, merge_adapter, read_parameter
 from mmtrain.weights.folder_tensors import FolderTensors
@@ -48,10 +49,21 @@ class ExportedFolder:
 
 @dataclass(frozen=True)
 class TensorTarget:
-    """A tensor to write: a part of one of our parameters, or one that the family has and we do not compute."""
+    """A tensor to write: parts of our parameters, mostly of one, or one that the family has and we do not compute."""
 
     entry: TensorEntry
-    source: ParameterSource | None
+    sources: tuple[ParameterSource, ...] = ()
+
+    @classmethod
+    def all_of(
+        cls, sources: Iterable[ParameterSource], dtype_of: Callable[[str], str], *, unused: bool = False
+    ) -> "Iterator[TensorTarget]":
+        """Yield every tensor that parameters are made of, those of one parameter after another.
+
+        dtype_of: torch's name of the dtype of a tensor. unused: nothing here computes the parameters.
+        """
+        for tensor, (shape, of_tensor) in sources_by_tensor(sources).items():
+            yield cls(TensorEntry(tensor, dtype_of(tensor), shape), () if unused else tuple(of_tensor))
 
 
 def require_new(out: Path) -> None:
@@ -109,19 +121,20 @@ class WeightReader:
         """Return the values of a tensor, in the dtype in which the checkpoint or the source folder holds them."""
         import torch
 
-        name, shape, source = target.entry.name, target.entry.shape, target.source
-        if source is None and self._stored is None:
+        name, shape = target.entry.name, target.entry.shape
+        if not target.sources and self._stored is None:
             return torch.ones(shape) if name.endswith("weight") else torch.zeros(shape)  # norms without effect
-        if source is None:
+        if not target.sources:
             assert self._stored is not None
             return self._stored.read(name, tuple((0, size) for size in shape))
-        values = self._values_of(source)
-        tensor = torch.empty(shape, dtype=values.dtype)
-        for block in source.blocks:
-            if block.tensor == name:
-                place = tensor[tuple(slice(lo, hi) for lo, hi in block.tensor_box)]
-                part = values[tuple(slice(lo, hi) for lo, hi in block.view_box)]
-                place.copy_((part.T if block.is_transposed else part).reshape(place.shape))
+        tensor = torch.empty(shape, dtype=self._values_of(target.sources[0]).dtype)
+        for source in target.sources:
+            values = self._values_of(source)
+            for block in source.blocks:
+                if block.tensor == name:
+                    place = tensor[tuple(slice(lo, hi) for lo, hi in block.tensor_box)]
+                    part = values[tuple(slice(lo, hi) for lo, hi in block.view_box)]
+                    place.copy_((part.mT if block.is_transposed else part).reshape(place.shape))
         return tensor
 
     def _values_of(self, source: ParameterSource) -> "torch.Tensor":

@@ -20,7 +20,8 @@ from mmtrain.models.stage.stage_inputs import TextInput
 from mmtrain.models.stage.stage_module import StageModule, StageSpec
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER
-from mmtrain.weights import PretrainedWeights, export_folder, open_pretrained
+from mmtrain.weights import FolderTensors, PretrainedWeights, export_folder, open_pretrained
+from mmtrain.weights.match_tensors import sources_in
 from tests.models.factory import gradients
 from tests.models.whole_tensors import stage_logits
 from tests.runtime.models import run_folder
@@ -81,7 +82,7 @@ def assert_equal_gradients(
     """
     read = read_model_folder(folder)
     expected = dict(_gradients_by_tensor(theirs))
-    trained = [source for source in read.family.weights(read.settings) if source.name not in frozen]
+    trained = [source for source in sources_in(read, FolderTensors.of(folder)) if source.name not in frozen]
     spelled = [respell(trained, spelling) for spelling in read.family.spellings]  # modules are named as in one of them
     sources = {source.name: source for source in max(spelled, key=lambda of_one: _num_named(of_one, expected))}
     assert sources.keys() == ours.keys()
@@ -92,18 +93,22 @@ def assert_equal_gradients(
             assert gradient is not None
             part = ours[name][tuple(slice(lo, hi) for lo, hi in block.view_box)]
             wanted = gradient[tuple(slice(lo, hi) for lo, hi in block.tensor_box)]
-            wanted = (wanted.T if block.is_transposed else wanted).reshape(part.shape)
+            wanted = (wanted.mT if block.is_transposed else wanted).reshape(part.shape)
             assert (part - wanted).norm() <= 1e-3 * max(float(wanted.norm()), 1e-3 * largest), block.tensor
 
 
 def _gradients_by_tensor(model: nn.Module) -> Iterator[tuple[str, Tensor | None]]:
-    """Yield the gradients of a model by tensor of its folder, which has one for each expert of a mixture."""
+    """Yield the gradients of a model by tensor of its folder.
+
+    Of mixtures a folder has a tensor for each expert, or one for all experts.
+    """
     for name, param in model.named_parameters():
         prefix, _, kind = name.rpartition(".")
         if not prefix.endswith(".experts"):
             yield name, param.grad
             continue
         assert param.grad is not None
+        yield name, param.grad
         for expert, gradient in enumerate(param.grad):
             tensors = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[kind]
             for tensor, part in zip(tensors, gradient.chunk(len(tensors)), strict=True):

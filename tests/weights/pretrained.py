@@ -283,6 +283,23 @@ def qwen3_vl(frames: int = 2, deepstack: tuple[int, ...] = (0, 2), **changes: An
     return _random(Qwen3VLForConditionalGeneration(config))
 
 
+def qwen3_vl_moe(frames: int = 2, deepstack: tuple[int, ...] = (0, 2), **changes: Any) -> nn.Module:
+    """Make a Qwen3-VL as `qwen3_vl` does, with mixtures of experts in the first and the last block of its LLM."""
+    from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
+
+    vision = {
+        "depth": 4, "hidden_size": 32, "out_hidden_size": 48, "intermediate_size": 44, "num_heads": 4,
+        "patch_size": PATCH_OF_FRAMES, "spatial_merge_size": MERGE, "temporal_patch_size": frames,
+        "num_position_embeddings": 9, "deepstack_visual_indexes": list(deepstack),
+    }  # fmt: skip
+    text: dict[str, Any] = _qwen2_vl_text() | {"num_hidden_layers": 3, "head_dim": 16}
+    text |= {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 28, "mlp_only_layers": [1]}
+    sections = {"mrope_section": [3, 3, 2], "mrope_interleaved": True}
+    text |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, **sections}} | changes
+    config = Qwen3VLMoeConfig(text_config=text, vision_config=vision, **_QWEN2_VL_TOKENS)
+    return _random(Qwen3VLMoeForConditionalGeneration(config))
+
+
 OMNI_AUDIO_TOKEN = 1  # beside the tokens of images and videos above
 OMNI_BORDERS = {"vision": (4, 5), "audio": (6, 7)}  # tokens before and after the features of a medium
 

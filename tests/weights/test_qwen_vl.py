@@ -50,6 +50,7 @@ from tests.weights.pretrained import (
     qwen2_5_vl,
     qwen2_vl,
     qwen3_vl,
+    qwen3_vl_moe,
     recipe_from,
     save,
 )
@@ -60,6 +61,7 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "qwen2_vl": qwen2_vl,
     "qwen2_5_vl": qwen2_5_vl,
     "qwen3_vl": qwen3_vl,
+    "qwen3_vl_moe": qwen3_vl_moe,
 }
 QWEN2_VL_2B = {
     "architectures": ["Qwen2VLForConditionalGeneration"], "attention_dropout": 0.0, "bos_token_id": 151643,
@@ -128,7 +130,7 @@ def _words(count: int, seed: int) -> Tensor:
 
 def _spans(name: str, number: int) -> list[tuple[tuple[int, int, int], bool]]:
     """Return what the text of a sample shows one after another: Qwen3-VL writes text between the parts of a video."""
-    if name != "qwen3_vl":
+    if not name.startswith("qwen3_vl"):
         return SHOWN[number]
     return [((1, rows, cols), is_video) for (frames, rows, cols), is_video in SHOWN[number] for _ in range(frames)]
 
