@@ -21,8 +21,15 @@ from mmtrain.families.family import Family, FolderSettings, Settings, tiny_decod
 _LLAMA_DEFAULTS = {"intermediate_size": 11008, "vocab_size": 32000}
 _MISTRAL_DEFAULTS = {"intermediate_size": 14336, "vocab_size": 32000, "num_key_value_heads": 8}
 _QWEN2_DEFAULTS = {"intermediate_size": 22016, "vocab_size": 151936, "num_key_value_heads": 32}
-_QWEN3_EXPERTS = {"experts": 128, "top_k": 8, "ffn": 768}
 _QWEN3_DEFAULTS = {**_QWEN2_DEFAULTS, "head_dim": 128}
+_QWEN3_MOE_DEFAULTS = {
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 4,
+    "vocab_size": 151936,
+}
+_QWEN3_EXPERTS = {"experts": 128, "top_k": 8, "ffn": 768}
 
 
 def text_family(
@@ -72,10 +79,14 @@ def qwen3_settings(config: ConfigSection) -> Settings:
 
 
 def qwen3_moe_settings(config: ConfigSection) -> Settings:
-    """Return the settings of the LLM."""
-    settings = qwen3_settings(config)
+    """Return the settings of the LLM. A window is one of all blocks."""
+    config.require("attention_bias", False, default=False)
+    settings = decoder_settings(config, _QWEN3_MOE_DEFAULTS, qkv_bias=False, qk_norm=True)
+    is_used, window = config.flag("use_sliding_window", False), config.optional_integer("sliding_window", 4096)
+    config.value("max_window_layers")  # which this class does not read
+    windows = window_settings(config, settings["layers"], window if is_used else None, is_full=lambda _: False)
     moe = moe_settings(config, settings["layers"], _QWEN3_EXPERTS, normalizes=False)
-    return {**settings, "moe": moe}
+    return {**settings, **windows, "moe": moe}
 
 
 _DECODERS: Mapping[str, Callable[[ConfigSection], Settings]] = {

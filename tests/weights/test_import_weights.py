@@ -53,6 +53,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "qwen3 tied": lambda: qwen3(tie_word_embeddings=True, num_key_value_heads=4),
     "qwen3_moe": qwen3_moe,
     "qwen3_moe, weights as they are": lambda: qwen3_moe(norm_topk_prob=False, mlp_only_layers=[]),
+    "qwen3_moe, windows": lambda: qwen3_moe(use_sliding_window=True, sliding_window=16, max_window_layers=2),
     "qwen3_moe, every second block": lambda: qwen3_moe(decoder_sparse_step=2, mlp_only_layers=[1]),
 }
 
