@@ -251,11 +251,12 @@ class MoeMlpArithmetic:
     def saved(self) -> SavedWidths:
         """Return what it keeps of a token: for each of its experts a copy of the input, the inner widths, the output.
 
-        The router keeps its probabilities in fp32; weights and places of the token's experts are as many numbers.
+        The router keeps all probabilities in fp32, as they are and sorted, and their order; besides, the places of the
+        token's rows.
         """
         mlp = self.mlp
-        inner = mlp.first_width + mlp.expert_ffn * (2 - self.layer.recomputes_activation)
-        fixed_bytes = FP32_BYTES * mlp.experts + (FP32_BYTES + INDEX_BYTES) * 2 * mlp.top_k
+        inner = mlp.first_width + mlp.expert_ffn * (1 - self.layer.recomputes_activation)
+        fixed_bytes = (2 * FP32_BYTES + INDEX_BYTES) * mlp.experts + (FP32_BYTES + INDEX_BYTES) * mlp.top_k
         num_copies = 2 if mlp.ep == 1 else 3  # rows that return from other ranks have a place of their own
         return SavedWidths(mlp.top_k * inner, num_copies * mlp.top_k * self.layer.hidden, fixed_bytes)
 

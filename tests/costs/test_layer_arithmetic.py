@@ -56,6 +56,7 @@ MODELS = {
     "pooled": settings(vision=POOLED),
     "resampled": settings(vision=RESAMPLED),
     "resampled, raw tokens": settings(vision=RESAMPLED | {"freeze": True, "post_norm": False}),
+    "experts": settings(llm={"moe": {"experts": 5, "top_k": 2, "ffn": 24, "dense_blocks": (1,)}}),
     "windows": settings(vision=WINDOWED),
     "scaled": settings(vision=SCALED),
     "deepstack": settings(vision=DEEPSTACK),

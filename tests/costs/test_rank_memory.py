@@ -187,6 +187,8 @@ def saved_bytes(module: torch.nn.Module, hidden: Tensor | None, run: object) -> 
         ("llm", {"qk_norm": True}),
         ("llm", {"post_norms": True, "zero_centered_norms": True}),
         ("llm", {"image_attention": "bidirectional"}),
+        ("llm", {"moe": {"experts": 8, "top_k": 2, "ffn": 160}}),
+        ("llm", {"moe": {"experts": 6, "top_k": 3, "ffn": 96, "normalize": False, "dense_blocks": (0,)}}),
     ],
 )
 def test_activation_bytes_are_those_that_autograd_saves(unit: str, more: dict[str, Any]) -> None:

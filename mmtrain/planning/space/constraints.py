@@ -120,7 +120,8 @@ class UnitChoices:
         cp = "" if self.cp == (1,) else f"; cp {format_sizes(self.cp)}"
         vpp = f"; vpp {self.fixed_vpp}" if self.fixed_vpp else ""
         chunks = f"; {self.num_chunks} chunks" if self.num_chunks else ""
-        return f"{self.name}: tp {tp}{cp}; pp {pp}; dp {dp}{vpp}{chunks}"
+        experts = f", of which ep {self.ep} divides dp x cp" if self.ep > 1 else ""
+        return f"{self.name}: tp {tp}{cp}; pp {pp}; dp {dp}{vpp}{chunks}{experts}"
 
 
 def unit_choices(
