@@ -23,13 +23,13 @@ from mmtrain.recipe.settings.modalities import MODALITIES
 from mmtrain.weights.tiny_model import CONVERSATIONS_FOLDER, write_tiny_model
 from tests.data.archives import movie, parquet, tar
 
-NUM_FLOWS = 15  # and one through a producer
+NUM_FLOWS = 17  # and one through a producer
 NUM_SAMPLES = 40
 NUM_VIDEOS = 4
 ROWS_PER_GROUP = 16  # of Parquet and Arrow files: media of several groups are read
 FROM_SCRATCH = "from scratch"  # a recipe with sizes, a tokenizer file and mmtrain's own chat format
 PLACEMENTS = ("auto", "unified", "disaggregated", "colocated", "replicated")
-TAKING_VIDEOS = {"internvl", "llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen2_5_omni", "qwen3_vl"}
+TAKING_VIDEOS = {"internvl", "llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen2_5_omni", "qwen3_vl", "qwen3_vl_moe"}
 # What a user must write, and nothing else.
 MODEL_FROM_SCRATCH = {
     "vision": {"layers": 1, "hidden": 32, "heads": 2, "ffn": 64},

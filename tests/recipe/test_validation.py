@@ -66,6 +66,9 @@ def test_all_problems_are_reported_at_once(base: Path, write: Write) -> None:
     assert lines == [2, 4, 5, 7, 8, 11, 12, 12, 14, 15] == sorted(lines)
 
 
+EXPERTS = "model.llm.moe={experts: 6, top_k: 2, ffn: 6}"
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -151,6 +154,23 @@ def test_missing_settings_say_what_they_are(write: Write) -> None:
     ("overrides", "message"),
     [
         (["parallel.llm.tp=8"], "parallel.llm.tp: 8 does not divide model.llm.heads 4"),
+        (["parallel.llm.ep=2"], "parallel.llm.ep: found 2, but model.llm has no experts (`moe`)"),
+        ([EXPERTS, "parallel.llm.ep=4"], "parallel.llm.ep: 4 does not divide the 6 experts of model.llm.moe"),
+        (
+            [EXPERTS, "parallel.llm.ep=3", "parallel.llm.dp=4"],
+            "parallel.llm.ep: 3 does not divide parallel.llm's dp, 4: as many replicas hold experts",
+        ),
+        (
+            [EXPERTS, "parallel.llm.ep=2", "parallel.placement=replicated"],
+            "parallel.llm.ep: found 2 with placement replicated, which shards experts over all ranks",
+        ),
+        ([EXPERTS, "model.llm.moe.top_k=7"], "model.llm.moe: top_k: found 7, but there are only 6 experts"),
+        ([EXPERTS, "model.llm.moe.dense_blocks=[9]"], "model.llm: moe.dense_blocks: found 9, but the last of"),
+        (
+            [EXPERTS, "model.llm.mlp=gelu"],
+            "model.llm: moe: experts are gated by SiLU (`mlp: swiglu`), found mlp `gelu`",
+        ),
+        ([EXPERTS, "parallel.llm.tp=4"], "parallel.llm.tp: 4 does not divide"),
         (["parallel.llm.tp=3"], "parallel.llm.tp: 3 neither divides nor is a multiple of model.llm.kv_heads 2"),
         (
             ["parallel.llm.tp=8", "model.llm.kv_heads=1", "model.llm.head_dim=2", "model.llm.heads=8"],
@@ -526,7 +546,7 @@ def test_checks_do_not_fail_on_recipes_with_other_problems(base: Path, section: 
 
 
 def test_no_check_is_forgotten() -> None:
-    assert len({check.__name__ for check in CHECKS}) == len(CHECKS) == 31
+    assert len({check.__name__ for check in CHECKS}) == len(CHECKS) == 32
 
 
 FINE = "model.encoders.fine={modality: vision, layers: 2, hidden: 32, heads: 4, ffn: 64, patch: 16, max_side: 32}"

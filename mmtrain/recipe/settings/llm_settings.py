@@ -126,6 +126,7 @@ class LlmSettings(UnitSettings):
     moe: MoeSettings | None = setting(
         None,
         affects={"plan", "resume"},
+        added_later=True,
         description="Mixtures of experts in the place of the MLPs of blocks. Default: none.",
     )
     vocab: PositiveInt = setting(

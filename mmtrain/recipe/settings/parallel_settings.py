@@ -122,6 +122,7 @@ class LlmParallel(UnitParallel):
     ep: PositiveInt | None = setting(
         None,
         affects={"plan"},
+        added_later=True,
         description="Expert-parallel degree of an LLM with `moe`: as many replicas hold its experts together, and "
         "exchange tokens inside each of its blocks. Divides the experts and dp x cp. Default: 1.",
     )
