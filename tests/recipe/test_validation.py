@@ -168,7 +168,7 @@ def test_missing_settings_say_what_they_are(write: Write) -> None:
         ([EXPERTS, "model.llm.moe.dense_blocks=[9]"], "model.llm: moe.dense_blocks: found 9, but the last of"),
         (
             [EXPERTS, "model.llm.mlp=gelu"],
-            "model.llm: moe: experts are gated by SiLU (`mlp: swiglu`), found mlp `gelu`",
+            "model.llm: moe: experts are gated by SiLU (`mlp: swiglu`), found mlp",
         ),
         ([EXPERTS, "parallel.llm.tp=4"], "parallel.llm.tp: 4 does not divide"),
         (["parallel.llm.tp=3"], "parallel.llm.tp: 3 neither divides nor is a multiple of model.llm.kv_heads 2"),

@@ -65,6 +65,7 @@ HUB_CONFIG: dict[str, Any] = {
         ("qwen2", 0.5, {}),
         ("qwen3", 0.5, {"use_qk_norm": True, "norm_type": "rms_norm", "attention_bias": False}),
         ("llama", 0.25, {"use_mean_pooling": False, "layer_norm_eps": 1e-3}),
+        ("qwen3_moe", 0.5, {}),
     ],
 )
 def test_logits_loss_and_gradients_equal_those_of_transformers(
