@@ -56,8 +56,9 @@ def variants_of(
 def with_expert_ranks(problem: PlanningProblem, budget: SearchBudget) -> PlanningProblem:
     """Return the problem with a number of ranks that hold the experts of a mixture together, where that is open.
 
-    A search with little effort finds the fastest plan for each power of two that divides experts and replicas. Where
-    none of these plans fits, the largest number leaves most memory.
+    A search with little effort finds the fastest plan for each power of two that divides experts and replicas, in the
+    first placement that is allowed: what ranks hold and exchange of experts hardly depends on where other units are.
+    Where none of these plans fits, the largest number leaves most memory.
     """
     sizes = _expert_parallel_sizes(problem)
     if len(sizes) <= 1:
@@ -66,7 +67,8 @@ def with_expert_ranks(problem: PlanningProblem, budget: SearchBudget) -> Plannin
     for ep in sizes:
         problem.request.say(f"trying experts on {ep} ranks")
         varied = with_experts_on(problem, ep)
-        step_s = fastest_quick_step_s(varied, loads, fastest_s)
+        in_one_placement = replace(varied.constraints, placements=varied.constraints.placements[:1])
+        step_s = fastest_quick_step_s(replace(varied, constraints=in_one_placement), loads, fastest_s)
         if step_s * AS_FAST_RATIO < fastest_s or math.isinf(fastest_s):
             best, fastest_s = varied, step_s
     return best
