@@ -58,15 +58,28 @@ def _unit_table(plan: Plan) -> Table:
     table = Table(title=title, title_justify="left")
     has_context = any(unit.cp > 1 for unit in plan.units.values())
     mesh_column = "tp x cp x pp x dp" if has_context else "tp x pp x dp"
+    has_experts = any(unit.ep > 1 for unit in plan.units.values())
     shows_chunks = any(unit.tp_chunks > 1 for unit in plan.units.values())
     chunks_column = ("tp chunks",) if shows_chunks else ()
-    for column in ("unit", mesh_column, "vpp", "sp", *chunks_column, "microbatches", "layers", "recomputed"):
+    experts_column = ("ep",) if has_experts else ()
+    for column in (
+        "unit",
+        mesh_column,
+        *experts_column,
+        "vpp",
+        "sp",
+        *chunks_column,
+        "microbatches",
+        "layers",
+        "recomputed",
+    ):
         table.add_column(column)
     for name, unit in plan.units.items():
         num_layers = sum(hi - lo for lo, hi in (stage.layers for stage in unit.stages))
         table.add_row(
             name,
             " x ".join(map(str, (unit.tp, *((unit.cp,) if has_context else ()), unit.pp, unit.dp))),
+            *((str(unit.ep),) if has_experts else ()),
             str(unit.vpp),
             _sequence_parallelism(unit),
             *((str(unit.tp_chunks),) if shows_chunks else ()),
