@@ -226,8 +226,8 @@ def internvl(text: str = "qwen2", downsample_ratio: float = 0.5, **tower: Any) -
     vision = InternVLVisionConfig(**_tower() | {"attention_bias": True} | tower)
     experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 28, "norm_topk_prob": True}
     decoder = AutoConfig.for_model(
-        text, **experts if text == "qwen3_moe" else {}, hidden_size=48, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=16, vocab_size=VOCAB, tie_word_embeddings=False,
+        text, hidden_size=48, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=16, vocab_size=VOCAB, tie_word_embeddings=False, **experts if text == "qwen3_moe" else {},
     )  # fmt: skip
     config = InternVLConfig(
         vision_config=vision, text_config=decoder, image_token_id=IMAGE_TOKEN, downsample_ratio=downsample_ratio,

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 
-from mmtrain import __version__
 from mmtrain.errors import UserError
 from mmtrain.recipe import Recipe, dump_recipe
 from mmtrain.recipe.settings.base import flatten
@@ -18,6 +17,7 @@ from mmtrain.report.trackers.git_state import read_git_state
 from mmtrain.report.trackers.redaction import Redactor
 from mmtrain.runtime.training.rank_run import RankRun
 from mmtrain.runtime.training.run_records import RunRecords
+from mmtrain.version import __version__
 
 
 def open_run_trackers(run: RankRun, records: RunRecords) -> TrackerFeeds:
