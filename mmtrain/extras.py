@@ -92,6 +92,10 @@ EXTRAS = (
         used_by=("inspect", "plan", "simulate", "report", "train", "profile"),
     ),
     Extra("report", {"matplotlib": "matplotlib"}, "pictures (--png)", used_by=("report", "data stats")),
+    Extra("wandb", {"wandb": "wandb"}, "a tracker: Weights & Biases", used_by=("train",)),
+    Extra("mlflow", {"mlflow": "mlflow-skinny"}, "a tracker: MLflow", used_by=("train",)),
+    Extra("trackio", {"trackio": "trackio"}, "a tracker: Trackio", used_by=("train",)),
+    Extra("notebook", {"pandas": "pandas"}, "frames of the Python API (`to_frame`)"),
 )
 
 
