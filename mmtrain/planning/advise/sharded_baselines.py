@@ -46,7 +46,7 @@ def _is_allowed(shard: int, num_replicas: int, parallel: ParallelSettings) -> bo
     """Return whether the recipe's settings leave a plan with such shards, no dispatch and encoders in mini-batches."""
     shards_allowed = {"auto": shard, "all": num_replicas}.get(str(parallel.shard), parallel.shard)
     return (
-        parallel.zero in (3, "auto")
+        parallel.zero == 3
         and shard == shards_allowed
         and parallel.dispatch in ("auto", "none")
         and parallel.schedule in ("auto", "1f1b")

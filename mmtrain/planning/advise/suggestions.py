@@ -270,7 +270,7 @@ def suggest_replicated_settings(evaluator: Evaluator) -> Iterator[str]:
             for size in shard_sizes(mesh.num_replicas, max(per_node // mesh.tp, 1))
         }
         values["shard"] = [size for size in sorted(sizes) if size > parallel.shard]
-    if parallel.zero != "auto":
+    if parallel.zero < 3:
         values["zero"] = [zero for zero in (2, 3) if zero > parallel.zero]
     if parallel.exchange == "all_gather":
         values["exchange"] = ["all_to_all"]

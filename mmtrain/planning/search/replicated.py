@@ -141,11 +141,9 @@ def _faster_less_sharded(simulated: Sequence[Candidate], evaluator: Evaluator) -
 def _less_sharded(fastest: MeshAssignment, problem: PlanningProblem) -> Iterator[MeshAssignment]:
     """Yield the fastest assignment with weights that stay gathered through a step, and with whole weights.
 
-    There is neither where the recipe names the placement, which stands for sharded weights, or what is sharded.
+    There is neither where the recipe names the placement, which stands for sharded weights unless it says otherwise.
     """
-    parallel = problem.recipe.parallel
-    is_open = (parallel.placement, parallel.zero, parallel.shard) == ("auto",) * 3
-    if not is_open or fastest.meshes[LLM].num_replicas == 1:
+    if problem.recipe.parallel.placement != "auto" or fastest.meshes[LLM].num_replicas == 1:
         return
     if fastest.shard is not None and fastest.shard > 1:
         yield replace(fastest, keeps_weights=True)

@@ -115,7 +115,7 @@ def check_placement(recipe: Recipe) -> Iterator[Problem]:
     """The placement suits the model's units and their fixed parallel degrees."""
     placement = recipe.parallel.placement
     path = ("parallel", "placement")
-    defaults = {"shard": "auto", "zero": "auto", "dispatch": "auto", "exchange": "all_to_all", "schedule": "auto"}
+    defaults = {"shard": "auto", "zero": 3, "dispatch": "auto", "exchange": "all_to_all", "schedule": "auto"}
     for name, default in defaults.items():
         value = getattr(recipe.parallel, name)
         if value != default and placement != "replicated":

@@ -147,15 +147,14 @@ class ParallelSettings(Section):
         "gradients and optimizer state together. 1: every rank holds all (DDP). `all`: all hold one copy (ZeRO-3). "
         "Between: hybrid sharding; it divides the number of ranks. `auto`: the fastest that fits.",
     )
-    zero: Literal[1, 2, 3, "auto"] = setting(
-        "auto",
+    zero: Literal[1, 2, 3] = setting(
+        3,
         affects={"plan"},
         description="In `replicated`: what is sharded (ZeRO). 3: weights, gradients and optimizer state, over `shard` "
         "ranks (FSDP). 2: gradients and optimizer state over `shard` ranks, as of one node; weights are gathered once "
         "a step and stay whole until its last backward. 1: the optimizer state alone, over all ranks; every rank keeps "
         "weights and gradients whole, so nothing is gathered in a forward or backward, and ranks wait for each other "
-        "in dispatches and at the end of a step alone. `auto`: 3, and with "
-        "`placement: auto` one of the others where the fastest plan is faster with it.",
+        "in dispatches and at the end of a step alone. With `placement: auto` all three are tried.",
     )
     dispatch: Literal["auto", "all", "llm", "none"] = setting(
         "auto",
