@@ -21,7 +21,8 @@ from types import ModuleType
 PACKAGES = (
     *("torch", "torchvision", "megatron", "transformers", "einops", "triton", "tensorboard", "flash_attn"),
     *("liger_kernel", "soundfile", "huggingface_hub", "matplotlib", "pillow_heif", "av", "pyarrow", "zmq", "fsspec"),
-    *("aiohttp", "scipy", "peft", "diffusers", "tqdm", "filelock", "sympy", "networkx"),
+    *("aiohttp", "scipy", "peft", "diffusers", "tqdm", "filelock", "sympy", "networkx", "pandas"),
+    *("wandb", "mlflow", "trackio"),
 )
 UNIX_MODULES = ("fcntl", "grp", "posix_ipc", "pty", "pwd", "readline", "resource", "syslog", "termios", "tty")
 UNIX_FUNCTIONS = (
