@@ -68,4 +68,5 @@ def _bar(axes: Axes, row: int, gain: Gain, *, is_fact: bool) -> None:
     form = "{:.1f}%" if is_fact else "{:.2f}x"
     text = " to ".join(dict.fromkeys(form.format(value) for value in (least, most)))
     paper = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}  # covers the line at 1 behind the figure
-    axes.text(most, row, f" {text}", va="center", fontsize=8, bbox=paper)
+    at, offset = (most, row), (4, 0)  # in points
+    axes.annotate(text, at, offset, textcoords="offset points", va="center", fontsize=8, bbox=paper)
