@@ -25,7 +25,17 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from mmtrain.errors import ProgramError
-from mmtrain.program.ir.actions import Collective, Compute, Dispatch, Partial, ReduceGrads, Send, Step
+from mmtrain.program.ir.actions import (
+    Backward,
+    Collective,
+    Compute,
+    Dispatch,
+    Forward,
+    Partial,
+    ReduceGrads,
+    Send,
+    Step,
+)
 from mmtrain.program.ir.graph import Microbatch, StageId
 from mmtrain.program.ir.program import Program
 from mmtrain.program.ir.serialize import action_to_text
@@ -124,8 +134,10 @@ def _with_posting(
 def _with_waits(graph: SimGraph, task_costs: Sequence[TransferCost], waits: StragglerWaits) -> list[TransferCost]:
     """Lengthen each compute task by what its ranks wait for slower ones of their replica group."""
     return [
-        TransferCost(cost.seconds * waits.passes[task.action.mb.unit], cost.nbytes) if is_compute else cost
-        for task, cost, is_compute in zip(graph.tasks, task_costs, graph.is_compute, strict=True)
+        TransferCost(cost.seconds * waits.passes[task.action.mb.unit], cost.nbytes)
+        if task is not None and isinstance(task.action, Forward | Backward | Partial)
+        else cost
+        for task, cost in zip(graph.tasks, task_costs, strict=True)
     ]
 
 
