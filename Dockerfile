@@ -1,7 +1,7 @@
 # mmtrain for CUDA machines, on NVIDIA's PyTorch image.
 #
-# Not built where mmtrain is developed (no container runtime, no GPU there): expect to adjust the tag. The image must
-# bring a torch within pyproject.toml's range; images 25.xx are too old (25.12 ships a torch 2.10).
+# Built on a base with torch for CPUs (see below), and never on NVIDIA's: expect to adjust the tag. The image must bring a
+# torch within pyproject.toml's range; images 25.xx are too old (25.12 ships a torch 2.10).
 #
 #   docker build -t mmtrain .
 #   docker run --gpus all --ipc=host --ulimit memlock=-1 -v "$PWD/runs:/workspace/runs" mmtrain \

@@ -13,6 +13,7 @@ from mmtrain.cli import (
     export,
     init,
     inspect,
+    launch,
     plan,
     profile,
     recipes,
@@ -45,6 +46,7 @@ app.command()(needing_packages("export")(export.export))
 app.command()(inspect.inspect)
 app.add_typer(data.app, name="data")
 app.add_typer(recipes.app, name="recipes")
+app.add_typer(launch.app, name="launch")
 app.command()(doctor.doctor)
 
 

@@ -26,6 +26,7 @@ CORE: dict[str, list[str]] = {
     "simulate": ["run"],
     "report": ["run", "--out", "report.html"],
     "inspect": ["tiny"],
+    "launch slurm": ["run/recipe.yaml", "--plan", "run/plan.json"],
     "doctor": [],
     "schema": [],
     "data stats": ["data/train.json", "--recipe", "run/recipe.yaml"],

@@ -7,9 +7,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from mmtrain.planning import load_plan
 from mmtrain.report import read_metrics
-from mmtrain.runtime.run_folder import read_run_state
+from mmtrain.runtime.run_folder import PLAN_FILE, read_run_state
 from tests.flow.launched import train_arguments
+from tests.forked_command import run_forked
 from tests.slurm_cluster import NODES, SlurmCluster, missing_slurm
 from tests.waiting import poll
 
@@ -31,10 +33,19 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
 
 
 class Job:
-    """A job of scripts/train.sbatch: the small demo, with one task on each of two nodes if not said otherwise."""
+    """A job of scripts/train.sbatch: the small demo, with one task on each of two nodes if not said otherwise.
+
+    file: a job file of its own, which states all of that.
+    """
 
     def __init__(
-        self, cluster: SlurmCluster, data: Path, run_dir: Path, *settings: str, ask: tuple[str, ...] = ()
+        self,
+        cluster: SlurmCluster,
+        data: Path,
+        run_dir: Path,
+        *settings: str,
+        ask: tuple[str, ...] = (),
+        file: Path | None = None,
     ) -> None:
         self.cluster, self.run_dir = cluster, run_dir
         self.log = run_dir.parent / f"{run_dir.name}.log"
@@ -42,10 +53,10 @@ class Job:
         site.mkdir(exist_ok=True)
         (site / "sitecustomize.py").write_text(LATE_TASK)
         [_, _, recipe, _, _, *options] = train_arguments(data, run_dir, *_options(settings))
+        shipped = ("--nodes=2", "--gpus-per-node=0", *ask, str(ROOT / "scripts" / "train.sbatch"))
         self.number = cluster.submit(
-            *("--nodes=2", "--gpus-per-node=0", f"--output={self.log}"),
-            *ask,
-            *(str(ROOT / "scripts" / "train.sbatch"), recipe, str(run_dir), *options),
+            f"--output={self.log}",
+            *((*shipped, recipe, str(run_dir), *options) if file is None else (str(file),)),
             PYTHONPATH=f"{site}:{ROOT}",
             OMP_NUM_THREADS="1",
             TOKENIZERS_PARALLELISM="0",
@@ -138,6 +149,28 @@ def test_a_cancelled_job_saves_and_is_not_queued_again(cluster: SlurmCluster, da
     assert job.end() == "CANCELLED"
     poll(lambda: read_run_state(job.run_dir)["status"] == "stopped")
     assert read_run_state(job.run_dir)["step"] == len(read_metrics(job.run_dir))
+
+
+def test_the_file_of_launch_runs_its_plan_and_is_queued_again(
+    cluster: SlurmCluster, data: Path, tmp_path: Path
+) -> None:
+    """`plan --out`, `launch slurm --plan`, sbatch: with a signal in between."""
+    run_dir, plan, file = (tmp_path / name for name in ("run", "plan.json", "job.sbatch"))
+    settings = ("train.steps=30", "train.checkpoint.every=0")
+    [_, _, recipe, _, _, *options] = train_arguments(data, run_dir, *_options(settings))
+    made = run_forked(tmp_path, "plan", recipe, *options, "--out", str(plan))
+    assert made.returncode == 0, made.stderr
+    size = ("--ranks-per-node", "1", "--run-dir", str(run_dir), "--out", str(file))
+    written = run_forked(tmp_path, "launch", "slurm", recipe, *options, "--plan", str(plan), *size)
+    assert written.stdout == f"{file} written, for 2 nodes with 1 rank each. Start it: sbatch {file}\n"
+    job = Job(cluster, data, run_dir, file=file)
+    job.wait_for_steps(2)
+    job.signal()
+    job.wait_until_queued_again(1)
+    job.start_now()
+    assert job.end() == "COMPLETED", job.log.read_text()
+    assert [s["step"] for s in read_metrics(run_dir)] == list(range(1, 31))
+    assert load_plan(run_dir / PLAN_FILE) == load_plan(plan)
 
 
 def test_two_runs_of_an_array_and_two_steps_of_a_job_share_nodes(
