@@ -37,6 +37,8 @@ COMMANDS = [
     "data serve",
     "recipes",
     "recipes copy",
+    "launch",
+    "launch slurm",
     "schema",
 ]
 
@@ -61,7 +63,8 @@ except SystemExit:
     packages = {{".".join(name.split(".")[:2]) for name in sys.modules if name.startswith("mmtrain.")}}
     print(sorted(packages), [name for name in {heavy!r} if name in sys.modules])
 """
-    light = ["mmtrain.cli", "mmtrain.errors", "mmtrain.machine_limits", "mmtrain.system_errors", "mmtrain.version"]
+    names = ("cli", "errors", "extras", "machine_limits", "process_end", "system_calls", "system_errors", "version")
+    light = [f"mmtrain.{name}" for name in names]
     assert python(code).splitlines()[-1] == f"{light} []"
 
 

@@ -33,6 +33,7 @@ COMMANDS = {
     "export": [["{path}", "--out", "exported"], ["run", "--out", "{path}"]],
     "inspect": [["{path}"]],
     "recipes copy": [["demo", "--out", "{path}"]],
+    "launch slurm": [["{path}", "--plan", "plan.json"], ["{demo}", "--plan", "{path}"]],
     "schema": [],
     "doctor": [["--no-links", "--run-dir", "{path}"]],
     "data stats": [["{path}"], ["--recipe", "{path}"], ["{data}/train.json", "--png", "{path}.png"]],
