@@ -11,6 +11,7 @@ import os
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from scripts.slow_link import COLLECTIVES, SlowLink
@@ -67,13 +68,14 @@ def link_ranks(folder: Path, bytes_per_s: float = MEGABYTES_PER_S * 1e6) -> None
 
     from mmtrain.runtime.execution import recorder
     from mmtrain.runtime.execution.executor import Executor
-    from mmtrain.runtime.profiling import layer_profiler, message_profiler
+    from mmtrain.runtime.profiling import layer_profiler, message_profiler, profile
 
     def start_clock(host_clock: Any) -> None:
         host_clock.mark = clock.now
 
     recorder.HostClock.__init__ = start_clock  # type: ignore[method-assign]
     layer_profiler.MODE_BUDGET_S = PROFILED_S
+    profile.time = SimpleNamespace(**{**vars(time), "perf_counter": clock.now})  # type: ignore[attr-defined]
     message_profiler._now_s = lambda device: clock.now()
     recorded = RecordedRank(folder)
     run_step = Executor.run
