@@ -10,8 +10,9 @@ import pytest
 import yaml
 
 from mmtrain.planning.evaluate.simulate_plan import plan_timing
-from mmtrain.program import Backward, Forward, Step, build_program, simulate
-from mmtrain.program.ir.actions import Action
+from mmtrain.program import Backward, Forward, build_program, simulate
+from mmtrain.program.ir.actions import Action, Collective
+from mmtrain.program.ir.data_dependencies import participants
 from scripts.linked_ranks import CoreClock
 from scripts.miniature_data import image_sides
 from scripts.paper_miniatures import load_miniatures, merged
@@ -120,8 +121,9 @@ def test_replayed_predictions_are_the_prediction() -> None:
         for action in program.for_rank(rank):
             if isinstance(action, Forward | Backward):
                 seconds[action] = timing.compute(action)
-            elif isinstance(action, Step):
-                seconds[action] = timing.collective(rank, action, tuple(range(plan.world_size))).seconds
+            elif isinstance(action, Collective):
+                members = participants(timing.graph, rank, action)
+                seconds[action] = timing.collective(rank, action, members).seconds
     predicted_s = simulate(program, timing).step_time_s
     assert simulate(program, RecordedTiming(timing, seconds)).step_time_s == pytest.approx(predicted_s)
     slower = {action: 2 * took_s for action, took_s in seconds.items()}
