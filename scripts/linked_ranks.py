@@ -73,9 +73,9 @@ def link_ranks(folder: Path, bytes_per_s: float = MEGABYTES_PER_S * 1e6) -> None
     def start_clock(host_clock: Any) -> None:
         host_clock.mark = clock.now
 
-    recorder.HostClock.__init__ = start_clock  # type: ignore[method-assign]
+    recorder.HostClock.__init__ = start_clock  # type: ignore[assignment, method-assign]
     layer_profiler.MODE_BUDGET_S = PROFILED_S
-    profile.time = SimpleNamespace(**{**vars(time), "perf_counter": clock.now})  # type: ignore[attr-defined]
+    profile.time = SimpleNamespace(**{**vars(time), "perf_counter": clock.now})  # type: ignore[assignment]
     message_profiler._now_s = lambda device: clock.now()
     recorded = RecordedRank(folder)
     run_step = Executor.run
@@ -90,7 +90,7 @@ def link_ranks(folder: Path, bytes_per_s: float = MEGABYTES_PER_S * 1e6) -> None
         recorded.add(outcome.record, dist.get_rank())
         return outcome
 
-    Executor.run = run  # type: ignore[method-assign]
+    Executor.run = run  # type: ignore[assignment, method-assign]
 
 
 def core_usage() -> dict[str, float]:

@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 
 from mmtrain.api.plans import make_plan
@@ -130,10 +131,10 @@ def paper_recipe(miniature: Miniature) -> Recipe:
 def unit_ratios(recipe: Recipe) -> dict[str, dict[str, float]]:
     """Return for each unit beside the LLM its FLOPs over the LLM's, and its items a sample."""
     lengths, shape = index_recipe(recipe).lengths, build_model_shape(recipe)
-    llm = model_flops(shape, {"llm": TokenLoad.of(lengths.tokens)})
+    llm = model_flops(shape, {"llm": TokenLoad.of(np.asarray(lengths.tokens))})
     return {
         unit: {
-            "flops": model_flops(shape, {unit: TokenLoad.of(items.tokens)}) / llm,
+            "flops": model_flops(shape, {unit: TokenLoad.of(np.asarray(items.tokens))}) / llm,
             "items": len(items.tokens) / len(lengths.tokens),
         }
         for unit, items in lengths.items.items()
