@@ -75,7 +75,7 @@ def link_ranks(folder: Path, bytes_per_s: float = MEGABYTES_PER_S * 1e6) -> None
 
     recorder.HostClock.__init__ = start_clock  # type: ignore[assignment, method-assign]
     layer_profiler.MODE_BUDGET_S = PROFILED_S
-    profile.time = SimpleNamespace(**{**vars(time), "perf_counter": clock.now})  # type: ignore[assignment]
+    profile.time = SimpleNamespace(**{**vars(time), "perf_counter": clock.now})  # type: ignore[assignment, attr-defined]
     message_profiler._now_s = lambda device: clock.now()
     recorded = RecordedRank(folder)
     run_step = Executor.run

@@ -53,7 +53,7 @@ class Case:
 
 def _rehearsed_s(row: Json) -> float:
     """Return the seconds of the predicted steps if all replica groups took as much longer as the rehearsed one."""
-    return sum(map(operator.mul, row["predicted_s"], row["rehearsed_ratio"]))
+    return float(sum(map(operator.mul, row["predicted_s"], row["rehearsed_ratio"])))
 
 
 @dataclass(frozen=True)
