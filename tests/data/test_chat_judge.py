@@ -41,8 +41,12 @@ def _label(token: int, is_target: bool) -> int:
     return token if is_target else IGNORE_INDEX
 
 
+# Tokenizers, templates and processors of these are those of the dense models.
+_WITH_EXPERTS = {"qwen3_moe", "qwen3_vl_moe"}
+
+
 def test_every_family_is_judged() -> None:
-    assert {chat.family for chat in CHAT_FAMILIES.values()} == set(FAMILIES)
+    assert {chat.family for chat in CHAT_FAMILIES.values()} == set(FAMILIES) - _WITH_EXPERTS
 
 
 # Those whose vocabulary opens in a second are judged in the quick tests too, and Gemma's, which takes ten, once in the

@@ -64,7 +64,7 @@ def test_efficiency_and_added_throughput() -> None:
     assert "none: no plan fits 12 ranks " in table
     assert "The closest" not in table
     assert "`--set cluster.ranks=12` without --gpus explains what does not fit." in table
-    assert "unified: vision tp1 pp" in table
+    assert f"{small_plan().placement}: " in table
     assert [entry["gpus"] for entry in scaling_json(points)] == [16, 8, 12, 32]
 
 

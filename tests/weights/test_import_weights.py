@@ -155,6 +155,7 @@ def test_every_family_is_compared_with_transformers() -> None:
         "qwen2_5_vl",
         "qwen2_5_omni",
         "qwen3_vl",
+        "qwen3_vl_moe",
         "llava_next",
         "llava_onevision",
     }  # test files
