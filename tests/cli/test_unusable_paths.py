@@ -34,6 +34,10 @@ COMMANDS = {
     "inspect": [["{path}"]],
     "recipes copy": [["demo", "--out", "{path}"]],
     "launch slurm": [["{path}", "--plan", "plan.json"], ["{demo}", "--plan", "{path}"]],
+    "init": [
+        ["--model", "{path}", "--data", "{data}/train.json", "--out", "new.yaml"],
+        ["--model", "{data}", "--data", "{path}", "--out", "new.yaml"],
+    ],
     "schema": [],
     "doctor": [["--no-links", "--run-dir", "{path}"]],
     "data stats": [["{path}"], ["--recipe", "{path}"], ["{data}/train.json", "--png", "{path}.png"]],
