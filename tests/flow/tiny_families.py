@@ -236,7 +236,7 @@ def load_tiny_recipe(folder: Path, parallel: str, *overrides: str) -> LoadedReci
 
 
 TINY_FAMILIES: dict[str, TinyFamily] = {
-    **{name: TinyFamily(FAMILIES[name]) for name in ("gemma3_text", "llama", "mistral", "qwen2", "qwen3")},
+    **{name: TinyFamily(FAMILIES[name]) for name in ("gemma3_text", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe")},
     "gemma3": TinyFamily(FAMILIES["gemma3"], ("vision",), typed_pictures),
     "internvl": TinyFamily(FAMILIES["internvl"], ("vision",), tiled_pictures),
     "llava": TinyFamily(FAMILIES["llava"], ("vision",), squared_pictures),
@@ -249,4 +249,5 @@ TINY_FAMILIES: dict[str, TinyFamily] = {
     "qwen2_vl": TinyFamily(FAMILIES["qwen2_vl"], ("vision",), native_pictures),
     "qwen2_5_vl": TinyFamily(FAMILIES["qwen2_5_vl"], ("vision",), native_pictures),
     "qwen3_vl": TinyFamily(FAMILIES["qwen3_vl"], ("vision",), native_pictures),
+    "qwen3_vl_moe": TinyFamily(FAMILIES["qwen3_vl_moe"], ("vision",), native_pictures),
 }

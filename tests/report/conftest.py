@@ -21,7 +21,7 @@ from tests.plans import plan_recipe
 @pytest.fixture(scope="package")
 def simulated_plan() -> tuple[Plan, Timeline]:
     """Make a plan on two ranks, and simulate a step."""
-    settings = factory.recipe()
+    settings = factory.recipe(parallel={"placement": "unified"})
     chosen = plan_recipe(settings, factory.lengths(), world_size=2, hardware="cpu-core", recipe_sha256="x")
     layer_costs, _ = factory.layer_costs_for(settings)
     dp = {name: unit.dp for name, unit in chosen.units.items()}

@@ -3,6 +3,7 @@
 torch keeps the last 2,000 in a ring by itself (`TORCH_FR_BUFFER_SIZE`); only a hang writes them.
 """
 
+import importlib
 import threading
 from pathlib import Path
 
@@ -30,9 +31,8 @@ class FlightRecorderDump:
         self._thread.join(MAX_DUMP_S)
 
     def _write(self) -> None:
-        from torch._C import _distributed_c10d
-
-        dump = getattr(_distributed_c10d, "_dump_fr_trace", None)  # torch's own name may change
+        c10d = importlib.import_module("torch._C._distributed_c10d")
+        dump = getattr(c10d, "_dump_fr_trace", None)  # torch's own name may change
         if dump is None:
             return
         try:
