@@ -37,6 +37,7 @@ class Routing(NamedTuple):
     weights: Tensor  # (T, top_k) of each token's experts
     order: Tensor  # (T * top_k,) int64: the place in `weights`, flattened, that each row belongs to
     counts: Tensor  # (ranks of the expert-parallel group, experts) int64, on the host: rows of each rank
+    arrival: Tensor  # int64: places of rows that arrived from the group, those of the first expert first; else empty
 
 
 class Router(nn.Module):
@@ -82,13 +83,17 @@ class Expert(nn.Module):
             linear.explicit_expert_comm = True
 
 
-class TokenGather(nn.Module):
-    """What a TP group communicates before a mixture, unless `explicit_expert_comm` leaves it to the caller."""
+class _TokenCommunication(nn.Module):
+    """What a TP group communicates at an end of a mixture, unless `explicit_expert_comm` leaves it to the caller."""
 
     def __init__(self, config: TransformerConfig, groups: ParallelGroups) -> None:
         super().__init__()
         self.tp_group, self.sequence_parallel = groups.tp, config.sequence_parallel
         self.explicit_expert_comm = False
+
+
+class TokenGather(_TokenCommunication):
+    """The communication before a mixture."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the tokens of all ranks, of which `tokens` is a shard under sequence parallelism."""
@@ -99,15 +104,10 @@ class TokenGather(nn.Module):
         return cast(Tensor, copy_to_tensor_model_parallel_region(tokens, group=self.tp_group))
 
 
-class TokenReduction(nn.Module):
-    """What a TP group communicates behind a mixture, unless `explicit_expert_comm` leaves it to the caller."""
+class TokenReduction(_TokenCommunication):
+    """The communication behind a mixture."""
 
     late_bias: Tensor | None = None
-
-    def __init__(self, config: TransformerConfig, groups: ParallelGroups) -> None:
-        super().__init__()
-        self.tp_group, self.sequence_parallel = groups.tp, config.sequence_parallel
-        self.explicit_expert_comm = False
 
     def forward(self, summand: Tensor) -> Tensor:
         """Return the sum over the ranks, of all tokens or of this rank's shard under sequence parallelism."""
@@ -119,7 +119,7 @@ class TokenReduction(nn.Module):
 
 
 class ExpertMlp(nn.Module):
-    """The mixture: router and experts. A block calls `route`, `up` and `down`."""
+    """The mixture: router and experts. A block calls `up` and `down`."""
 
     def __init__(self, mlp: MoeMlp, config: TransformerConfig, groups: ParallelGroups) -> None:
         """Build uninitialized modules."""
@@ -136,19 +136,18 @@ class ExpertMlp(nn.Module):
         tokens = self.gather(hidden).squeeze(1)
         weights, experts = self.router(tokens)
         order = experts.flatten().argsort(stable=True)
-        routing = Routing(weights, order, self._count_rows(experts))
+        counts, arrival = self._count_rows(experts), order.new_empty(0)
         rows = _copy_rows(tokens, order, self.top_k)
         if self.ep_group is not None:
-            exchange = _Exchange(routing.counts, self.ep_group)
-            rows = _copy_rows(exchange.send(rows), exchange.order.to(rows.device))
-        return self._run("linear_fc1", rows, routing.counts), routing
+            arrival = _arrival_order(counts, self.ep_group).to(rows.device)
+            rows = _copy_rows(_Exchange(counts, self.ep_group).send(rows), arrival)
+        return self._run("linear_fc1", rows, counts), Routing(weights, order, counts, arrival)
 
     def down(self, activated: Tensor, routing: Routing) -> Tensor:
         """Return the weighted sums (T, 1, hidden) of what the experts make of rows (rows, ffn / tp)."""
         rows = self._run("linear_fc2", activated, routing.counts)
         if self.ep_group is not None:
-            exchange = _Exchange(routing.counts, self.ep_group)
-            rows = exchange.send_back(_return_rows(rows, exchange.order.to(rows.device)))
+            rows = _Exchange(routing.counts, self.ep_group).send_back(_return_rows(rows, routing.arrival))
         of_tokens = _return_rows(rows, routing.order)
         outputs = (of_tokens.view(-1, self.top_k, of_tokens.shape[1]) * routing.weights.unsqueeze(-1)).sum(dim=1)
         return cast(Tensor, self.reduction(outputs.unsqueeze(1)))
@@ -179,6 +178,14 @@ def held_experts(num_experts: int, groups: ParallelGroups) -> range:
     return range(first, first + num_held)
 
 
+def _arrival_order(counts: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the places of rows, arrived sender after sender, in the order of their experts, from `Routing.counts`."""
+    size = group.size()
+    arriving = counts.view(size, size, -1)[:, group.rank()]
+    expert_of_row = torch.arange(arriving.shape[1]).repeat(size).repeat_interleave(arriving.flatten())
+    return expert_of_row.argsort(stable=True)
+
+
 class _Exchange:
     """The exchange of rows in an expert-parallel group, from `Routing.counts` of its ranks."""
 
@@ -188,9 +195,6 @@ class _Exchange:
         of_ranks = counts.view(size, size, -1)  # (sender, receiver, experts of the receiver)
         self._sent: list[int] = of_ranks[rank].sum(dim=1).tolist()
         self._received: list[int] = of_ranks[:, rank].sum(dim=1).tolist()
-        arriving = of_ranks[:, rank]
-        expert_of_row = torch.arange(arriving.shape[1]).repeat(size).repeat_interleave(arriving.flatten())
-        self.order = expert_of_row.argsort(stable=True)  # of received rows: those of the first expert first
 
     def send(self, rows: Tensor) -> Tensor:
         """Send rows to the ranks of their experts; return what arrives, in the order of the senders."""

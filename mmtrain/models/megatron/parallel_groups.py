@@ -21,9 +21,7 @@ class ParallelGroups:
     dp: dist.ProcessGroup  # ranks that hold the same shard of the same stage, in all replicas
     pp: dist.ProcessGroup  # ranks that hold the same shard of the different stages of one replica
     cp: dist.ProcessGroup | None = None  # those of `dp` whose replicas share the sequences of a microbatch; None: none
-    ep: dist.ProcessGroup | None = (
-        None  # those of `dp` that hold the experts of a block together; None: each all of them
-    )
+    ep: dist.ProcessGroup | None = None  # those of `dp` that hold the experts of a block together; None: no others do
     expert_dp: dist.ProcessGroup | None = None  # with `ep`: those of `dp` that hold the same experts
 
     @classmethod
