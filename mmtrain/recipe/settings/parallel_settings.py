@@ -124,7 +124,7 @@ class LlmParallel(UnitParallel):
         affects={"plan"},
         added_later=True,
         description="Expert-parallel degree of an LLM with `moe`: as many replicas hold its experts together, and "
-        "exchange tokens inside each of its blocks. Divides the experts and dp x cp. Default: 1.",
+        "exchange tokens inside each of its blocks. Divides the experts and dp x cp. Default: the planner decides.",
     )
 
 
