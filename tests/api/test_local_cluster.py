@@ -14,7 +14,7 @@ WITHOUT_PIPELINES = {"llm": {"tp": 1, "pp": 1}, "vision": {"tp": 1, "pp": 1}}
 
 def _tight(**parallel: str) -> Recipe:
     """Return a recipe for which sharded replicas are the fastest plan, by a third, and others fit too."""
-    return recipe(cluster={"memory_gib": 0.021}, parallel={**WITHOUT_PIPELINES, **parallel})
+    return recipe(cluster={"memory_gib": 0.0204}, parallel={**WITHOUT_PIPELINES, **parallel})
 
 
 def _plan_started(settings: Recipe) -> Plan:
@@ -23,8 +23,6 @@ def _plan_started(settings: Recipe) -> Plan:
 
 def test_sharded_replicas_are_chosen_where_they_are_fastest() -> None:
     """`train` asks for its started ranks, `plan` for this machine, and `replan` for the ranks that run."""
-    started, made = _plan_started(_tight()), make_plan(_tight(), lengths(), PlanRequest()).plan
-    assert started.placement == made.placement == "replicated"
-    assert started.shard == made.shard
+    assert _plan_started(_tight()).shard == make_plan(_tight(), lengths(), PlanRequest()).plan.shard == 2
     present = _plan_started(_tight(placement="unified"))
-    assert plan_again(_tight(), lengths(), present=present, costs=Path("cpu-core")).placement == "replicated"
+    assert plan_again(_tight(), lengths(), present=present, costs=Path("cpu-core")).shard == 2

@@ -26,7 +26,7 @@ from tests.plans import plan_recipe
 @cache
 def small_plan() -> Plan:
     return plan_recipe(
-        recipe(),
+        recipe(parallel={"placement": "unified"}),
         lengths(),
         world_size=2,
         hardware="cpu-core",
@@ -64,7 +64,7 @@ def test_efficiency_and_added_throughput() -> None:
     assert "none: no plan fits 12 ranks " in table
     assert "The closest" not in table
     assert "`--set cluster.ranks=12` without --gpus explains what does not fit." in table
-    assert f"{small_plan().placement}: " in table
+    assert "unified: vision tp1 pp" in table
     assert [entry["gpus"] for entry in scaling_json(points)] == [16, 8, 12, 32]
 
 
