@@ -31,7 +31,7 @@ def tracked(run_dir: Path, first_step: int = 1) -> TrackedRun:
 
 
 class ListTracker:
-    """Holds what it is told in memory. `fails_at` maps steps to how often they raise."""
+    """Holds what it gets in memory. `fails_at` maps steps to how often they raise."""
 
     def __init__(self, held: int = 0, fails_at: dict[int, int] | None = None) -> None:
         self.steps: list[int] = list(range(1, held + 1))

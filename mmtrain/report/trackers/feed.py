@@ -1,7 +1,7 @@
 """Feed trackers from the run's log, each by a thread of its own, so that none of them stops or slows the training.
 
-The log on disk is what a tracker is told: the training only says that there is more of it. So nothing piles up in
-memory behind a slow tracker, and one that failed for a while, or a run that was killed, catches up from the log.
+Each thread reads the log on disk; the training only signals that it has grown. So nothing piles up in memory behind a
+slow tracker, and one that failed for a while, or a run that was killed, catches up from the log.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ MAX_RETRY_S = 600.0
 SILENT_TRACKER_S = 60.0  # of one call, after which the user hears that a tracker does not answer
 MAX_TRACKER_END_S = 60.0  # in which a tracker may catch up and finish after the last step
 MAX_INTERRUPTED_END_S = 5.0  # likewise of a run that a signal or an error ends: nodes are taken away soon
-CATCH_UP_STEPS = 500  # told in a row, before a pause that leaves the processor to the training
+CATCH_UP_STEPS = 500  # sent in a row, before a pause that leaves the processor to the training
 CATCH_UP_PAUSE_S = 0.2
 Summarize = Callable[[], Mapping[str, str | float]]
 
@@ -135,7 +135,7 @@ class _Feed:
     def _tell_until_closed(self, tracker: Tracker) -> None:
         while True:
             self.more.clear()
-            is_closing = self.closing.is_set()  # read first: what was logged before is told below
+            is_closing = self.closing.is_set()  # read first: what was logged before is sent below
             self._tell_all(tracker)
             if is_closing:
                 tracker.finish(self.end, self.summary)

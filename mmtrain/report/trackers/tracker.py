@@ -49,7 +49,7 @@ class Tracker(Protocol):
         """Show recipe, plan, config and git state of a run. Continue the tracker's run of that `run_id` if it has one.
 
         Return the last step that the tracker holds, below `run.first_step`; 0 if it holds none. It hears the later
-        ones. What it held from `run.first_step` on must be gone, or be skipped when it is told again.
+        ones. What it held from `run.first_step` on must be gone, or be skipped when it comes again.
         """
         ...
 
