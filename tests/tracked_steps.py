@@ -83,15 +83,17 @@ def trackio_losses(run_dir: Path) -> list[tuple[int, float]]:
 
 
 def tensorboard_events(run_dir: Path) -> Any:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    """Return the events as TensorBoard's server reads them: what a later file makes void is gone, of every kind."""
+    from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
 
-    events = EventAccumulator(str(run_dir / "tensorboard"), size_guidance={"tensors": 0, "images": 0, "scalars": 0})
+    events = EventAccumulator(str(run_dir / "tensorboard"), tensor_size_guidance={"scalars": 0, "text": 0, "images": 0})
     return events.Reload()
 
 
 def tensorboard_losses(run_dir: Path) -> list[tuple[int, float]]:
     events = tensorboard_events(run_dir)
-    return [(event.step, event.value) for event in events.Scalars(LOSS)] if LOSS in events.Tags()["scalars"] else []
+    found = events.Tensors(LOSS) if LOSS in events.Tags()["tensors"] else []
+    return [(event.step, event.tensor_proto.float_val[0]) for event in found]
 
 
 LOSSES = {

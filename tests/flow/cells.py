@@ -400,10 +400,10 @@ def _own_meshes(cell: Cell, model: ModelShape, rng: np.random.Generator) -> dict
             RECOMPUTED[cell.recompute],
             size.sp,
             size.n,
-            size.context.cp,
-            size.context.method,
-            size.context.split,
-            cell.tp_chunks if size.tp > 1 else 1,
+            cp=size.context.cp,
+            method=size.context.method,
+            split=size.context.split,
+            tp_chunks=cell.tp_chunks if size.tp > 1 else 1,
         )
     return meshes
 

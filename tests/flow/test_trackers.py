@@ -93,8 +93,9 @@ def _assert_answers(run_dir: Path) -> None:
     assert all((run_dir / name).is_file() for name in pictures)
     events = tensorboard_events(run_dir)
     assert [event.step for event in events.Tensors("answers/text_summary")] == [2, 4, 6]
-    assert "answers/1" in events.Tags()["images"]
-    assert {"recipe/text_summary", "plan/text_summary", "summary/text_summary"} <= set(events.Tags()["tensors"])
+    texts = {"recipe/text_summary", "plan/text_summary", "summary/text_summary"}
+    assert texts | {"answers/1"} <= set(events.Tags()["tensors"])
+    assert [event.step for event in events.Tensors("answers/1")] == [2, 4, 6]
     if "wandb" in INSTALLED:
         tables = [row for row in wandb_rows(run_dir) if row.get("answers/_type") == "table-file"]
         assert [row["_step"] for row in tables] == [2, 4, 6]

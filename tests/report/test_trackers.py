@@ -194,7 +194,7 @@ def test_tensorboard_shows_the_last_attempt_of_each_step(tmp_path: Path) -> None
     assert [step for step, _ in tensorboard_losses(tmp_path)] == [1, 2, 3, 4, 5]
     assert [loss for _, loss in tensorboard_losses(tmp_path)][2:] == [0.25] * 3
     events = tensorboard_events(tmp_path)
-    assert "time_s/wait" in events.Tags()["scalars"]
+    assert "time_s/wait" in events.Tags()["tensors"]
     assert b"name: demo" in events.Tensors("recipe/text_summary")[0].tensor_proto.string_val[0]
 
 

@@ -33,8 +33,8 @@ class TensorBoardTracker:
 
         self._folder = run.run_dir / TENSORBOARD_FOLDER
         held = min(self._held_step(), run.first_step - 1)
-        has_events = self._folder.is_dir() and any(self._folder.iterdir())
-        self._writer = SummaryWriter(str(self._folder), purge_step=held + 1 if has_events else None)
+        # With a first file, too: TensorBoard takes the first mark of a folder for its beginning, and voids nothing.
+        self._writer = SummaryWriter(str(self._folder), purge_step=held + 1)
         if held == 0:
             for name, text in (("recipe", run.recipe), ("plan", run.plan_text), ("plan.json", run.plan)):
                 self._writer.add_text(name, _as_code(text), 0)
