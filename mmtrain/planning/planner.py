@@ -22,7 +22,7 @@ from mmtrain.planning.formulate import require_feasible
 from mmtrain.planning.search.best_first_search import CUT_SHORT_LABEL
 from mmtrain.planning.search.mesh_enumeration import unit_mesh_sizes
 from mmtrain.planning.search.strategies import StrategySearches
-from mmtrain.planning.search.variants import has_faster_plan, variants_of, with_activations_again, with_expert_ranks
+from mmtrain.planning.search.variants import variants_of, with_expert_ranks, with_faster_activations
 from mmtrain.planning.space.budget import DEFAULT_BUDGET, SearchBudget
 from mmtrain.planning.space.candidate import EQUAL_STEP_TIME_RATIO, Candidate, Rejected, SearchResults
 from mmtrain.planning.space.problem import PlanningProblem, PlanRequest
@@ -72,11 +72,9 @@ def search_placements(problem: PlanningProblem, budget: SearchBudget) -> tuple[E
 
     How many searches that takes, each as long as `StrategySearches` needs for the whole problem:
 
-    * 1 where the best plan recomputes no layer;
-    * 2 and a quick one where it recomputes some, and the quick one finds it over 1% faster if activation functions run
-      again; without the second where it does not;
-    * one for each of `variants_of(problem)` where nothing fits, until something does: at most 12 before the error, and
-      at most 4 at the default settings.
+    * 1, after one or two quick ones, which decide whether activation functions run again;
+    * so many for each of `variants_of(problem)` where nothing fits, until something does: at most 12 variants before
+      the error, and at most 4 at the default settings.
 
     Only the last of them goes on to placements that lost.
 
@@ -84,32 +82,15 @@ def search_placements(problem: PlanningProblem, budget: SearchBudget) -> tuple[E
         PlanError: nothing fits.
     """
     misfits: tuple[Evaluator, SearchResults] | None = None
-    for evaluator in variants_of(problem, budget):
+    for variant in variants_of(problem, budget):
+        evaluator = with_faster_activations(variant)
         searches = StrategySearches(evaluator)
         results = searches.results
         if results.best is not None:
-            searches = _with_activations_again(searches, results)
-            return searches.evaluator, searches.with_losers()
-        if evaluator.problem is problem:
-            misfits = evaluator, results
+            return evaluator, searches.with_losers()
+        misfits = misfits or (evaluator, results)
     assert misfits is not None, "the first variant is the problem itself"
     raise PlanError(explain_misfit_of_all(*misfits))
-
-
-def _with_activations_again(searches: StrategySearches, results: SearchResults) -> StrategySearches:
-    """Search with activation functions that run again, if layers are recomputed; return what is over 1% faster."""
-    evaluator = searches.evaluator
-    again = with_activations_again(evaluator.problem)
-    is_recomputed = any(unit.num_recomputed for unit in results.candidates[0].layout.units.values())
-    if again is None or not is_recomputed:
-        return searches
-    evaluator.problem.request.say("trying activation functions that run again")
-    limit_s = results.fastest_s / AS_FAST_RATIO
-    loads = evaluator.layer_costs.loads
-    if not has_faster_plan(again, loads, limit_s):
-        return searches
-    faster = StrategySearches(next(variants_of(again, evaluator.budget, loads)))
-    return faster if faster.results.fastest_s <= limit_s else searches
 
 
 def better_baselines(results: SearchResults, baselines: Baselines) -> tuple[Candidate, ...]:

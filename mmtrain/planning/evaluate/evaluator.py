@@ -4,6 +4,8 @@ An `Evaluator` belongs to one planning problem. It owns all caches, so candidate
 """
 
 from collections.abc import Mapping
+from copy import copy
+from dataclasses import replace
 from functools import cached_property, partial
 from itertools import count
 
@@ -31,7 +33,7 @@ from mmtrain.planning.space.candidate import (
     Simulation,
     UnitTimeBound,
 )
-from mmtrain.planning.space.problem import PlanningProblem
+from mmtrain.planning.space.problem import PlanningProblem, PlanRequest
 from mmtrain.program import build_program
 from mmtrain.program.ir.graph import StageGraph, StageId
 from mmtrain.program.schedules.builder import ScheduleKind
@@ -56,6 +58,12 @@ class Evaluator:
         self._estimators: dict[int | None, StepTimeEstimator] = {}
         self._simulations: dict[tuple[ScheduleKind, StageGraph] | None, Simulation] = {}
         self._lowered_programs = LoweredPrograms(budget.evaluation.max_kept_program_actions)
+
+    def with_budget(self, budget: SearchBudget, request: PlanRequest) -> "Evaluator":
+        """Return an evaluator for another search of the same problem; both know what either has computed."""
+        other = copy(self)
+        other.budget, other.problem = budget, replace(self.problem, request=request)
+        return other
 
     @property
     def memory_bytes(self) -> float:

@@ -23,6 +23,7 @@ from mmtrain.planning.layer_costs.sampled_loads import SampledLoads
 from mmtrain.planning.layer_costs.token_splits import with_token_splits
 from mmtrain.planning.search.strategies import StrategySearches
 from mmtrain.planning.space.budget import QUICK_BUDGET, SearchBudget
+from mmtrain.planning.space.candidate import Candidate
 from mmtrain.planning.space.problem import PlanningProblem, PlanRequest
 from mmtrain.program.ir.graph import LLM
 
@@ -68,7 +69,9 @@ def with_expert_ranks(problem: PlanningProblem, budget: SearchBudget) -> Plannin
         problem.request.say(f"trying experts on {ep} ranks")
         varied = with_experts_on(problem, ep)
         in_one_placement = replace(varied.constraints, placements=varied.constraints.placements[:1])
-        step_s = fastest_quick_step_s(replace(varied, constraints=in_one_placement), loads, fastest_s)
+        evaluator = next(variants_of(replace(varied, constraints=in_one_placement), budget, loads))
+        found = best_quick_candidate(evaluator, fastest_s)
+        step_s = math.inf if found is None else found.step_time_s
         if step_s * AS_FAST_RATIO < fastest_s or math.isinf(fastest_s):
             best, fastest_s = varied, step_s
     return best
@@ -95,6 +98,24 @@ def _expert_parallel_sizes(problem: PlanningProblem) -> list[int]:
     num_replicas = [dp * cp for dp, cp in product(llm.dp, llm.cp)]
     sizes = [2**i for i in range(max(num_replicas).bit_length())]
     return [ep for ep in sizes if moe.experts % ep == 0 and any(number % ep == 0 for number in num_replicas)]
+
+
+def with_faster_activations(evaluator: Evaluator) -> Evaluator:
+    """Return an evaluator with activation functions that run again, if quick searches find that over 1% faster.
+
+    It can only be where layers must be recomputed otherwise.
+    """
+    problem = evaluator.problem
+    again = with_activations_again(problem)
+    if again is None:
+        return evaluator
+    problem.request.say("trying whether activation functions should run again")
+    kept = best_quick_candidate(evaluator)
+    if kept is None or not any(unit.num_recomputed for unit in kept.layout.units.values()):
+        return evaluator
+    running_again = next(variants_of(again, evaluator.budget, evaluator.layer_costs.loads))
+    faster = best_quick_candidate(running_again, kept.step_time_s / AS_FAST_RATIO)
+    return evaluator if faster is None else running_again
 
 
 def with_activations_again(problem: PlanningProblem) -> PlanningProblem | None:
@@ -128,20 +149,8 @@ def _with_activations_on_host(problem: PlanningProblem) -> Iterator[PlanningProb
         yield replace(problem, shape=with_offload(problem.shape, {**fixed, **dict.fromkeys(open_units, mode)}))
 
 
-def has_faster_plan(problem: PlanningProblem, loads: SampledLoads, step_s: float) -> bool:
-    """Return whether a search with little effort finds a plan whose step takes less than `step_s`.
-
-    loads: of the problem's batches.
-    """
-    return fastest_quick_step_s(problem, loads, step_s) < step_s
-
-
-def fastest_quick_step_s(problem: PlanningProblem, loads: SampledLoads, step_s: float) -> float:
-    """Return the seconds of the fastest step below `step_s` that a search with little effort finds, or infinity.
-
-    loads: of the problem's batches.
-    """
-    limited = replace(problem, request=PlanRequest(num_alternatives=0, max_step_s=step_s))
-    layer_costs = with_token_splits(limited, LayerCosts(limited, budget=QUICK_BUDGET, loads=loads))
-    best = StrategySearches(Evaluator(limited, QUICK_BUDGET, layer_costs)).results.best
-    return math.inf if best is None else best.step_time_s
+def best_quick_candidate(evaluator: Evaluator, max_step_s: float = math.inf) -> Candidate | None:
+    """Return the fastest plan whose step takes less than `max_step_s` that a search with little effort finds."""
+    quick = evaluator.with_budget(QUICK_BUDGET, PlanRequest(num_alternatives=0, max_step_s=max_step_s))
+    best = StrategySearches(quick).results.best
+    return best if best is not None and best.step_time_s < max_step_s else None
