@@ -1,5 +1,6 @@
 """Find what to change when no plan fits: for each kind of change, the smallest one with which a plan would fit."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -143,7 +144,13 @@ def _suggest_memory(results: SearchResults) -> Iterator[str]:
     """Suggest the memory that the candidate nearest to fitting needs."""
     needs_gib = [loser.need_gib for loser in results.rejected if loser.need_gib is not None]
     if needs_gib:
-        yield f"ranks with {min(needs_gib):.3g} GiB"
+        yield f"ranks with {_rounded_up(min(needs_gib)):.3g} GiB"
+
+
+def _rounded_up(value: float) -> float:
+    """Return a positive value with three significant digits, none below it: what is named must be enough."""
+    unit: float = 10.0 ** (math.floor(math.log10(value)) - 2)
+    return math.ceil(value / unit) * unit
 
 
 def _suggest_seq_len(evaluator: Evaluator, assignments: Sequence[MeshAssignment]) -> str:
