@@ -72,9 +72,11 @@ def search_placements(problem: PlanningProblem, budget: SearchBudget) -> tuple[E
 
     How many searches that takes, each as long as `StrategySearches` needs for the whole problem:
 
-    * 1, after one or two quick ones, which decide whether activation functions run again;
-    * so many for each of `variants_of(problem)` where nothing fits, until something does: at most 12 variants before
-      the error, and at most 4 at the default settings.
+    * 1 where the best plan of the first strategy recomputes no layer;
+    * a quick one more where it recomputes some, and the first strategy's twice if the quick one finds activation
+      functions that run again over 1% faster;
+    * one for each of `variants_of(problem)` where nothing fits, until something does: at most 12 before the error, and
+      at most 4 at the default settings.
 
     Only the last of them goes on to placements that lost.
 
@@ -82,12 +84,14 @@ def search_placements(problem: PlanningProblem, budget: SearchBudget) -> tuple[E
         PlanError: nothing fits.
     """
     misfits: tuple[Evaluator, SearchResults] | None = None
-    for variant in variants_of(problem, budget):
-        evaluator = with_faster_activations(variant)
+    for evaluator in variants_of(problem, budget):
         searches = StrategySearches(evaluator)
-        results = searches.results
+        faster = with_faster_activations(evaluator, searches.search_first())
+        if faster is not None:
+            searches = StrategySearches(faster)
+        results = searches.search_all()
         if results.best is not None:
-            return evaluator, searches.with_losers()
+            return searches.evaluator, searches.with_losers()
         misfits = misfits or (evaluator, results)
     assert misfits is not None, "the first variant is the problem itself"
     raise PlanError(explain_misfit_of_all(*misfits))

@@ -23,7 +23,7 @@ from mmtrain.planning.layer_costs.sampled_loads import SampledLoads
 from mmtrain.planning.layer_costs.token_splits import with_token_splits
 from mmtrain.planning.search.strategies import StrategySearches
 from mmtrain.planning.space.budget import QUICK_BUDGET, SearchBudget
-from mmtrain.planning.space.candidate import Candidate
+from mmtrain.planning.space.candidate import Candidate, SearchResults
 from mmtrain.planning.space.problem import PlanningProblem, PlanRequest
 from mmtrain.program.ir.graph import LLM
 
@@ -100,22 +100,20 @@ def _expert_parallel_sizes(problem: PlanningProblem) -> list[int]:
     return [ep for ep in sizes if moe.experts % ep == 0 and any(number % ep == 0 for number in num_replicas)]
 
 
-def with_faster_activations(evaluator: Evaluator) -> Evaluator:
-    """Return an evaluator with activation functions that run again, if quick searches find that over 1% faster.
+def with_faster_activations(evaluator: Evaluator, found: SearchResults) -> Evaluator | None:
+    """Return an evaluator with activation functions that run again, if a quick search finds that over 1% faster.
 
-    It can only be where layers must be recomputed otherwise.
+    found: with the activations of `evaluator`. Only where its best plan recomputes layers can others be faster.
     """
-    problem = evaluator.problem
-    again = with_activations_again(problem)
-    if again is None:
-        return evaluator
-    problem.request.say("trying whether activation functions should run again")
-    kept = best_quick_candidate(evaluator)
-    if kept is None or not any(unit.num_recomputed for unit in kept.layout.units.values()):
-        return evaluator
+    again = with_activations_again(evaluator.problem)
+    if again is None or found.best is None:
+        return None
+    if not any(unit.num_recomputed for unit in found.best.layout.units.values()):
+        return None
+    again.request.say("trying activation functions that run again")
     running_again = next(variants_of(again, evaluator.budget, evaluator.layer_costs.loads))
-    faster = best_quick_candidate(running_again, kept.step_time_s / AS_FAST_RATIO)
-    return evaluator if faster is None else running_again
+    faster = best_quick_candidate(running_again, found.fastest_s / AS_FAST_RATIO)
+    return None if faster is None else running_again
 
 
 def with_activations_again(problem: PlanningProblem) -> PlanningProblem | None:
@@ -152,5 +150,5 @@ def _with_activations_on_host(problem: PlanningProblem) -> Iterator[PlanningProb
 def best_quick_candidate(evaluator: Evaluator, max_step_s: float = math.inf) -> Candidate | None:
     """Return the fastest plan whose step takes less than `max_step_s` that a search with little effort finds."""
     quick = evaluator.with_budget(QUICK_BUDGET, PlanRequest(num_alternatives=0, max_step_s=max_step_s))
-    best = StrategySearches(quick).results.best
+    best = StrategySearches(quick).search_all().best
     return best if best is not None and best.step_time_s < max_step_s else None
