@@ -74,6 +74,20 @@ def plan(
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Save the plan as JSON for `train --plan FILE`.")
     ] = None,
+    emit: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TRAINER",
+            help="Write the plan for another trainer, with a list of what that cannot express: megatron-lm, "
+            "megatron-bridge, mimo, automodel or veomni.",
+        ),
+    ] = None,
+    emit_to: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="With --emit: the file to write. Default: standard output, without the plan."
+        ),
+    ] = None,
     top: Annotated[int, typer.Option(min=1, help="Number of alternatives to show.")] = 5,
     explain: Annotated[
         bool,
@@ -107,6 +121,8 @@ def plan(
             compare=compare,
             diff=diff,
             out=out,
+            emit=emit,
+            emit_to=emit_to,
             top=top,
             explain=explain,
             as_json=as_json,

@@ -3,6 +3,7 @@
 A layout is sizes like `tp=8,pp=8,vpp=3`, or arguments of Megatron-LM or its Bridge.
 """
 
+import re
 import shlex
 
 from mmtrain.errors import UserError
@@ -25,6 +26,8 @@ MEGATRON_SIZES = {
     "num_virtual_stages_per_pipeline_rank": "vpp",
 }
 LAYERS_PER_CHUNK = "num_layers_per_virtual_pipeline_stage"
+PIPELINE_LAYOUT = "pipeline_model_parallel_layout"  # layers of every chunk, such as `Et*3|(t|)*2tL`
+BLOCK = "t"  # of the LLM, in a pipeline layout
 # Blocks of the LLM on the first and on the last pipeline rank; the others share the rest evenly.
 END_LAYERS = {
     "decoder_first_pipeline_num_layers": "first",
@@ -97,6 +100,10 @@ def parse_layout(text: str, num_layers: int) -> list[str]:
     sizes: dict[str, str] = {}
     end_layers: dict[str, int] = {}
     for name, value in _pairs(text):
+        if name == PIPELINE_LAYOUT:
+            division = _stated_division(text, num_layers, value, int(sizes.get("pp", "1")))
+            sizes |= {"vpp": str(len(division) // int(sizes.get("pp", "1"))), "layers_per_chunk": str(division)}
+            continue
         if name == "sp":
             _require(value in ("true", "false"), text, f"{name} is {value!r}; allowed: true or false")
             sizes[name] = value
@@ -131,11 +138,11 @@ def _pairs(text: str) -> list[tuple[str, str]]:
             is_flag = not words or words[0].startswith("--")
             pairs.append(("sp", "true") if name == "sequence_parallel" else (name, "" if is_flag else words[0]))
             del words[: 0 if is_flag else 1]
-    known = (*SIZES, "sp", *MEGATRON_SIZES, *END_LAYERS, LAYERS_PER_CHUNK, *MUST_BE_ONE)
+    known = (*SIZES, "sp", *MEGATRON_SIZES, *END_LAYERS, LAYERS_PER_CHUNK, PIPELINE_LAYOUT, *MUST_BE_ONE)
     for name, _ in pairs:
         _require(name in known, text, f"{name!r} is not known")
     _require(bool(pairs), text, "nothing is there")
-    return sorted(pairs, key=lambda pair: pair[0] == LAYERS_PER_CHUNK)
+    return sorted(pairs, key=lambda pair: pair[0] in (LAYERS_PER_CHUNK, PIPELINE_LAYOUT))
 
 
 def _chunks_per_rank(text: str, num_layers: int, layers_per_chunk: int, pp: int) -> str:
@@ -143,6 +150,22 @@ def _chunks_per_rank(text: str, num_layers: int, layers_per_chunk: int, pp: int)
     problem = f"{num_layers} layers of the LLM are no multiple of {layers_per_chunk} layers x {pp} pipeline ranks"
     _require(not rest and chunks > 0, text, problem)
     return str(chunks)
+
+
+def _stated_division(text: str, num_layers: int, layout: str, pp: int) -> list[int]:
+    """Return the blocks of each model chunk that Megatron-core's layout text states.
+
+    `|` ends a chunk. `E`, `L` and `m` are embedding, loss and further heads. `(...)*n` and `x*n` repeat.
+    """
+    layers = re.sub(r"\(([^()]+)\)\*(\d+)", lambda part: part[1] * int(part[2]), layout.replace(",", ""))
+    layers = re.sub(r"(.)\*(\d+)", lambda part: part[1] * int(part[2]), layers)
+    unknown = sorted(set(layers) - set("ELtm|"))
+    _require(not unknown, text, f"{PIPELINE_LAYOUT} has {''.join(unknown)}; its layers are E, t, m and L")
+    division = [chunk.count(BLOCK) for chunk in layers.split("|")]
+    _require(not len(division) % pp, text, f"{PIPELINE_LAYOUT} has {len(division)} chunks, no multiple of pp {pp}")
+    problem = f"{PIPELINE_LAYOUT} has {sum(division)} blocks, and the LLM {num_layers}"
+    _require(sum(division) == num_layers, text, problem)
+    return division
 
 
 def _uneven_division(text: str, num_layers: int, pp: int, vpp: int, ends: dict[str, int]) -> list[int]:

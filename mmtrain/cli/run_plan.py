@@ -22,9 +22,12 @@ from mmtrain.cli.options import require_writable, text_width
 from mmtrain.cli.plan_arguments import cluster_overrides, parse_gpu_counts, parse_layout
 from mmtrain.errors import MmtrainError, UserError, writing
 from mmtrain.planning.advise.baselines import BASELINES
+from mmtrain.planning.emit.emit_plan import emit, require_trainer
+from mmtrain.planning.emit.emitted_plan import EmittedPlan
 from mmtrain.planning.space.problem import PlanRequest
 from mmtrain.recipe import Recipe, WrittenRecipe, is_runnable, load_recipe, read_recipe
 from mmtrain.report import plan_table
+from mmtrain.report.emitted_table import inexpressible_table
 from mmtrain.report.plain_text import render_text
 from mmtrain.report.plan_difference_table import difference_json, difference_table
 from mmtrain.report.run_cost import states_costs
@@ -98,6 +101,8 @@ class PlanOptions:
     compare: str | None
     diff: Path | None
     out: Path | None
+    emit: str | None
+    emit_to: Path | None
     top: int
     explain: bool
     as_json: bool
@@ -106,10 +111,11 @@ class PlanOptions:
         """Raise UserError for options that exclude each other, and for a baseline that does not exist."""
         if self.diff is not None:
             self._check_diff(self.diff)
-        needs_single_plan = self.out is not None or self.measure or self.compare is not None
+        self._check_emit()
+        needs_single_plan = self.out is not None or self.measure or self.compare is not None or self.emit is not None
         if self.gpus is not None and needs_single_plan:
             raise UserError(
-                "--gpus compares clusters: leave out --out, --measure and --compare, which need a single plan"
+                "--gpus compares clusters: leave out --out, --emit, --measure and --compare, which need a single plan"
             )
         for name, limit in (("--within-days", self.within_days), ("--within-money", self.within_money)):
             if limit is not None and self.gpus is None:
@@ -130,6 +136,7 @@ class PlanOptions:
             "--baseline": self.baseline,
             "--compare": self.compare,
             "--out": self.out,
+            "--emit": self.emit,
             "--explain": self.explain or None,
         }
         given = [name for name, value in of_one_plan.items() if value is not None]
@@ -142,6 +149,15 @@ class PlanOptions:
                 "--diff: --set, --cluster and --placement change a recipe, and both plans are made already; leave them "
                 f"out, or name a recipe instead of {self.recipe}"
             )
+
+    def _check_emit(self) -> None:
+        if self.emit is None:
+            if self.emit_to is not None:
+                raise UserError(f"--emit-to {self.emit_to}: name the trainer too, like --emit megatron-lm")
+            return
+        require_trainer(self.emit)
+        if self.as_json and self.emit_to is None:
+            raise UserError("--emit and --json both write to standard output: name a file with --emit-to")
 
     @property
     def gpu_counts(self) -> list[int] | None:
@@ -174,6 +190,8 @@ def run_plan(options: PlanOptions) -> None:
             compared = _compared_recipe(run, settings_changed, settings)
             if run.out is not None:
                 require_writable("--out", run.out, "plan")
+            if run.emit_to is not None:
+                require_writable("--emit-to", run.emit_to, "file")
             limited_run = _limited_run(run, settings)
             started = started_ranks(settings, ranks)
             require_costs(settings)
@@ -187,7 +205,16 @@ def run_plan(options: PlanOptions) -> None:
                 planned = make_plan(
                     settings, lengths, request, started=started, compared=compared, with_hints=with_hints
                 )
-            typer.echo(planned.plan.model_dump_json(indent=2) if run.as_json else _plan_text(planned, run, settings))
+            emitted = None if run.emit is None else emit(planned.plan, settings, run.emit)
+            if emitted is not None and run.emit_to is None:
+                typer.echo(emitted.text, nl=False)
+                typer.echo(inexpressible_table(emitted, text_width()), err=True, nl=False)
+            else:
+                typer.echo(
+                    planned.plan.model_dump_json(indent=2) if run.as_json else _plan_text(planned, run, settings)
+                )
+            if emitted is not None and run.emit_to is not None:
+                _write_emitted(emitted, run, run.emit_to)
             if run.out is not None:
                 with writing("--out", run.out, "plan"):
                     planned.plan.save(run.out)
@@ -247,6 +274,7 @@ def _runs(options: PlanOptions) -> Iterator[PlanOptions]:
 def _require_no_option_of_one_stage(options: PlanOptions, written: WrittenRecipe) -> None:
     values = {
         "--out": options.out,
+        "--emit": options.emit,
         "--gpus": options.gpus,
         "--json": options.as_json or None,
     }
@@ -334,6 +362,15 @@ def _next_commands(settings: Recipe, recipe: Path, settings_changed: list[str], 
         lines.append(f"  mmtrain train {arguments}")
     lines.append(f"  mmtrain report {arguments} -o plan.html")
     return "\n".join(lines)
+
+
+def _write_emitted(emitted: EmittedPlan, options: PlanOptions, path: Path) -> None:
+    """Write the plan for another trainer, and show what that cannot express."""
+    with writing("--emit-to", path, "file"):
+        path.write_text(emitted.text, encoding="utf-8", newline="\n")
+    if not options.as_json:
+        typer.echo(f"{path} written for {emitted.trainer} {emitted.version}.\n")
+        typer.echo(inexpressible_table(emitted, text_width()), nl=False)
 
 
 @contextmanager

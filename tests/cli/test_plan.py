@@ -250,7 +250,7 @@ def test_measure_runs_the_best_plans_and_takes_the_fastest(plan: RunMmtrain) -> 
         (["--cluster", "v100:nodes=2"], "`v100` is not a known preset"),
         (["--cluster", "h100:nodes=0"], "cluster.ranks: found 0, allowed: a whole number of at least 1"),
         (["--gpus", "8,0"], "--gpus 8,0: allowed: numbers of at least 1"),
-        (["--gpus", "8", "--out", "plan.json"], "--gpus compares clusters: leave out --out, --measure and --compare"),
+        (["--gpus", "8", "--out", "plan.json"], "--gpus compares clusters: leave out --out, --emit, --measure"),
         (["--within-days", "7"], "--within-days chooses among numbers of GPUs: name them too, like --gpus 32,64,128"),
         (["--gpus", "8", "--within-money", "7"], "--within-money needs the price of a GPU-hour"),
         (["--placement", "unfied"], "did you mean unified?"),

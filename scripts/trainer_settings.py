@@ -1,0 +1,316 @@
+"""Write down which settings another trainer accepts, for `mmtrain plan --emit`: names, types and allowed values.
+
+    python -m scripts.trainer_settings megatron-lm Megatron-LM --version core_v0.19.0
+    python -m scripts.trainer_settings megatron-bridge Megatron-Bridge --version v0.6.0 --core Megatron-LM
+
+The trainer's public source is parsed, never imported. What is kept is a JSON file for each trainer in
+`mmtrain/planning/emit/accepted`, with the version and the commit that it was read from. Megatron-Bridge inherits from
+Megatron-core, which is read at the commit that Megatron-Bridge names.
+"""
+
+import argparse
+import ast
+import json
+import re
+import subprocess
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+ACCEPTED = ROOT / "mmtrain" / "planning" / "emit" / "accepted"
+FLAG = "flag"  # of an argument that takes no value
+ANY = "any"  # of a type that is none of those below
+PLAIN_TYPES = ("int", "float", "str", "bool")
+
+Kind = str | list[object]  # a type's name, `[type]` of one or more values, or the list of allowed values
+Settings = dict[str, Kind]
+
+
+@dataclass(frozen=True)
+class TrainerSource:
+    """Where a trainer declares its settings."""
+
+    repository: str
+    package: str  # folder of its modules
+    # Files with `add_argument`, and dataclasses that become arguments in them.
+    argument_files: tuple[str, ...] = ()
+    # Sections of its configuration: by the path of keys, the dataclasses whose fields they accept.
+    sections: Mapping[str, tuple[str, ...]] = ()  # type: ignore[assignment]
+    # Functions that describe known parts by `if config.KIND == NAME`, by file.
+    known_parts: tuple[str, str] | None = None
+    core: str | None = None  # submodule of what it inherits from
+
+
+SOURCES = {
+    "megatron-lm": TrainerSource(
+        "https://github.com/NVIDIA/Megatron-LM",
+        "megatron",
+        argument_files=(
+            "megatron/training/arguments.py",
+            "examples/multimodal/multimodal_args.py",
+        ),
+        known_parts=("examples/multimodal/config.py", "get_vision_model_config"),
+    ),
+    "megatron-bridge": TrainerSource(
+        "https://github.com/NVIDIA-NeMo/Megatron-Bridge",
+        "src/megatron/bridge",
+        sections={
+            "model": ("GPTModelProvider",),
+            "train": ("TrainingConfig",),
+            "optimizer": ("OptimizerConfig",),
+            "scheduler": ("SchedulerConfig",),
+            "ddp": ("DistributedDataParallelConfig",),
+            "checkpoint": ("CheckpointConfig",),
+            "rng": ("RNGConfig",),
+            "dist": ("DistributedInitConfig",),
+        },
+        core="3rdparty/Megatron-LM",
+    ),
+    "mimo": TrainerSource(
+        "https://github.com/NVIDIA-NeMo/Megatron-Bridge",
+        "src/megatron/bridge",
+        argument_files=("examples/megatron_mimo/qwen35_vl/finetune_qwen35_vl.py",),
+        sections={"component": ("ModuleParallelismConfig",)},
+    ),
+    "automodel": TrainerSource(
+        "https://github.com/NVIDIA-NeMo/Automodel",
+        "nemo_automodel",
+        sections={
+            "distributed": ("FSDP2Config", "ParallelismSizes"),
+            "step_scheduler": ("StepSchedulerConfig",),
+            "lr_scheduler": ("LRSchedulerConfig",),
+            "checkpoint": ("CheckpointingConfig",),
+        },
+    ),
+    "veomni": TrainerSource(
+        "https://github.com/ByteDance-Seed/VeOmni",
+        "veomni",
+        sections={
+            "model": ("VLMMModelArguments",),
+            "data": ("VLMMDataArguments",),
+            "train": ("VLMTrainingArguments",),
+            "train.optimizer": ("OptimizerConfig",),
+            "train.gradient_checkpointing": ("GradientCheckpointingConfig",),
+            "train.accelerator": ("AcceleratorConfig",),
+            "train.accelerator.fsdp_config": ("FSDPConfig",),
+            "train.accelerator.fsdp_config.mixed_precision": ("MixedPrecisionConfig",),
+            "train.checkpoint": ("CheckpointConfig",),
+        },
+    ),
+}
+
+
+class SourceTree:
+    """The modules of a repository at one commit, and the dataclasses in them."""
+
+    def __init__(self, git: Path, version: str, folders: Iterable[str], core: "SourceTree | None" = None) -> None:
+        self._git = git
+        self._core = core  # has the classes that those of this repository inherit from
+        self.commit = self._run("rev-parse", f"{version}^{{commit}}").strip()
+        names = self._run("ls-tree", "-r", "--name-only", self.commit, "--", *folders).splitlines()
+        self._files = {name for name in names if name.endswith(".py")}
+        self._trees: dict[str, ast.Module] = {}
+
+    def _run(self, *arguments: str) -> str:
+        command = ["git", "-C", str(self._git), *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+    def submodule(self, path: str) -> str:
+        """Return the commit that a submodule is at."""
+        return self._run("rev-parse", f"{self.commit}:{path}").strip()
+
+    def module(self, path: str) -> ast.Module:
+        """Return the syntax tree of a file."""
+        if path not in self._trees:
+            self._trees[path] = ast.parse(self._run("show", f"{self.commit}:{path}"))
+        return self._trees[path]
+
+    def classes(self, name: str) -> Iterator[ast.ClassDef]:
+        """Yield every class of this name."""
+        try:
+            found = self._run("grep", "-l", "-E", f"^class {name}\\b", self.commit).splitlines()
+        except subprocess.CalledProcessError:
+            return
+        for path in sorted({line.partition(":")[2] for line in found} & self._files):
+            for node in self.module(path).body:
+                if isinstance(node, ast.ClassDef) and node.name == name:
+                    yield node
+
+    def fields(self, name: str) -> dict[str, ast.AnnAssign]:
+        """Return the fields of the dataclass of this name, with those that it inherits."""
+        fields: dict[str, ast.AnnAssign] = {}
+        for node in self.classes(name):
+            for base in node.bases:
+                inherited = ast.unparse(base).rpartition(".")[2]
+                if self._core is not None:
+                    fields |= self._core.fields(re.sub("^(MCore|MTrain)", "", inherited))
+                if inherited != name:
+                    fields |= self.fields(inherited)
+            for item in node.body:
+                if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
+                    fields[item.target.id] = item
+        return fields
+
+
+def kind_of(annotation: ast.expr) -> Kind:
+    """Return the kind of value that a field with this annotation holds; None beside it is left out."""
+    text = ast.unparse(annotation)
+    if isinstance(annotation, ast.BinOp) and isinstance(annotation.op, ast.BitOr):
+        kinds = [kind_of(side) for side in (annotation.left, annotation.right) if ast.unparse(side) != "None"]
+        return kinds[0] if len(kinds) == 1 else ANY
+    if isinstance(annotation, ast.Subscript):
+        outer, inner = ast.unparse(annotation.value).rpartition(".")[2], annotation.slice
+        if outer == "Optional":
+            return kind_of(inner)
+        if outer == "Literal":
+            values = inner.elts if isinstance(inner, ast.Tuple) else [inner]
+            return [ast.literal_eval(value) for value in values]
+        if outer in ("List", "list"):
+            kind = kind_of(inner)
+            return f"{kind}..." if isinstance(kind, str) else ANY
+    return text if text in PLAIN_TYPES else ANY
+
+
+def arguments_of_class(tree: SourceTree, name: str, excluded: frozenset[str]) -> Settings:
+    """Return the arguments that Megatron-LM makes of a dataclass: its fields, or the names in their metadata."""
+    settings: Settings = {}
+    for field, node in tree.fields(name).items():
+        if field in excluded:
+            continue
+        kind, names = kind_of(node.annotation), [f"--{field.replace('_', '-')}"]
+        if kind == "bool":
+            kind = FLAG
+            default = node.value
+            if isinstance(default, ast.Call):
+                default = next((word.value for word in default.keywords if word.arg == "default"), None)
+            if isinstance(default, ast.Constant) and default.value is True:
+                names = [f"--{prefix}-{field.replace('_', '-')}" for prefix in ("no", "disable")]
+        for key in ast.walk(node.value) if node.value is not None else ():
+            if isinstance(key, ast.Dict):
+                for word, value in zip(key.keys, key.values, strict=True):
+                    if isinstance(word, ast.Constant) and word.value == "arg_names":
+                        names = ast.literal_eval(value)
+        settings |= dict.fromkeys(names, kind)
+    return settings
+
+
+def added_argument(call: ast.Call) -> Settings:
+    """Return what one `add_argument` accepts."""
+    words_before = [str(arg.value) for arg in call.args if isinstance(arg, ast.Constant)]
+    names = [name for name in words_before if name.startswith("--")]
+    words = {word.arg: word.value for word in call.keywords}
+    kind: Kind = ast.unparse(words["type"]) if "type" in words else "str"
+    action = ast.unparse(words["action"]).strip("'\"") if "action" in words else ""
+    if action in ("store_true", "store_false", "argparse.BooleanOptionalAction"):
+        kind = FLAG
+    elif "choices" in words and isinstance(words["choices"], ast.List | ast.Tuple):
+        kind = list(ast.literal_eval(words["choices"]))
+    elif kind not in PLAIN_TYPES:
+        kind = ANY
+    elif "nargs" in words or action == "append":
+        kind = f"{kind}..."
+    return dict.fromkeys(names, kind)
+
+
+def argument_settings(tree: SourceTree, path: str) -> Settings:
+    """Return every argument that a file adds, itself or from dataclasses."""
+    settings: Settings = {}
+    for function in ast.walk(tree.module(path)):
+        if not isinstance(function, ast.FunctionDef):
+            continue
+        lists = {
+            ast.unparse(node.targets[0]): node.value
+            for node in ast.walk(function)
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.List)
+        }
+        for call in ast.walk(function):
+            if not isinstance(call, ast.Call):
+                continue
+            called = ast.unparse(call.func).rpartition(".")[2]
+            if called == "add_argument":
+                settings |= added_argument(call)
+            elif called == "ArgumentGroupFactory":
+                excluded = next((word.value for word in call.keywords if word.arg == "exclude"), None)
+                if isinstance(excluded, ast.Name):
+                    excluded = lists[excluded.id]
+                names = frozenset(ast.literal_eval(excluded)) if excluded is not None else frozenset()
+                settings |= arguments_of_class(tree, ast.unparse(call.args[0]).rpartition(".")[2], names)
+    return settings
+
+
+def known_parts(tree: SourceTree, path: str, function_name: str) -> dict[str, dict[str, int]]:
+    """Return the sizes that a function sets for each name that it compares with: `if config.KIND == NAME`."""
+    parts: dict[str, dict[str, int]] = {}
+    for node in ast.walk(tree.module(path)):
+        if not (isinstance(node, ast.FunctionDef) and node.name == function_name):
+            continue
+        for branch in ast.walk(node):
+            if not (isinstance(branch, ast.If) and isinstance(branch.test, ast.Compare)):
+                continue
+            (name,) = (part.value for part in branch.test.comparators if isinstance(part, ast.Constant))
+            parts[str(name)] = {
+                ast.unparse(item.targets[0]).removeprefix("config."): item.value.value
+                for item in branch.body
+                if isinstance(item, ast.Assign)
+                and isinstance(item.value, ast.Constant)
+                and type(item.value.value) is int
+            }
+    return parts
+
+
+def read_trainer(trainer: str, tree: SourceTree, version: str) -> dict[str, object]:
+    """Return all that is kept of a trainer."""
+    source = SOURCES[trainer]
+    settings: Settings = {}
+    for path in source.argument_files:
+        settings |= argument_settings(tree, path)
+    for section, classes in dict(source.sections).items():
+        for name in classes:
+            for field, node in tree.fields(name).items():
+                settings[f"{section}.{field}"] = kind_of(node.annotation)
+    kept: dict[str, object] = {
+        "trainer": trainer,
+        "version": version,
+        "repository": source.repository,
+        "commit": tree.commit,
+        "settings": dict(sorted(settings.items())),
+    }
+    if source.known_parts is not None:
+        kept["encoders"] = known_parts(tree, *source.known_parts)
+    return kept
+
+
+def file_text(kept: Mapping[str, object]) -> str:
+    """Return the JSON of a trainer, with a line for each setting."""
+    lines = []
+    for key, value in kept.items():
+        if isinstance(value, dict):
+            inside = [f"  {json.dumps(name)}: {json.dumps(kind)}" for name, kind in value.items()]
+            lines.append(f" {json.dumps(key)}: {{\n" + ",\n".join(inside) + "\n }")
+        else:
+            lines.append(f" {json.dumps(key)}: {json.dumps(value)}")
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("trainer", choices=SOURCES)
+    parser.add_argument("git", type=Path, help="a clone of its repository")
+    parser.add_argument("--version", required=True, help="tag to read")
+    parser.add_argument("--core", type=Path, help="of Megatron-Bridge: a clone of Megatron-LM")
+    options = parser.parse_args()
+    source = SOURCES[options.trainer]
+    folders = [source.package, *source.argument_files, *(source.known_parts or ())[:1]]
+    tree = SourceTree(options.git, options.version, folders)
+    if source.core is not None:
+        core = SourceTree(options.core, tree.submodule(source.core), ["megatron"])
+        tree = SourceTree(options.git, options.version, folders, core)
+    kept = read_trainer(options.trainer, tree, options.version)
+    path = ACCEPTED / f"{options.trainer.replace('-', '_')}.json"
+    path.write_text(file_text(kept), encoding="utf-8")
+    print(f"{path}: {len(kept['settings'])} settings of {options.trainer} {options.version}")  # type: ignore[arg-type]
+
+
+if __name__ == "__main__":
+    main()
