@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[1]
 ACCEPTED = ROOT / "mmtrain" / "planning" / "emit" / "accepted"
 FLAG = "flag"  # of an argument that takes no value
 ANY = "any"  # of a type that is none of those below
+OR_NONE = "?"  # ends the type of what may be None
 PLAIN_TYPES = ("int", "float", "str", "bool")
 
 Kind = str | list[object]  # a type's name, `[type]` of one or more values, or the list of allowed values
@@ -40,6 +41,8 @@ class TrainerSource:
     # Functions that describe known parts by `if config.KIND == NAME`, by file.
     known_parts: tuple[str, str] | None = None
     core: str | None = None  # submodule of what it inherits from
+    # Constants that name further settings of a section, or (with a setting's whole name) its allowed values, by file.
+    constants: tuple[tuple[str, str, str], ...] = ()
 
 
 SOURCES = {
@@ -55,8 +58,9 @@ SOURCES = {
     "megatron-bridge": TrainerSource(
         "https://github.com/NVIDIA-NeMo/Megatron-Bridge",
         "src/megatron/bridge",
+        argument_files=("scripts/training/run_recipe.py",),
         sections={
-            "model": ("GPTModelProvider",),
+            "model": ("GPTModelProvider", "Qwen25VLModelProvider"),
             "train": ("TrainingConfig",),
             "optimizer": ("OptimizerConfig",),
             "scheduler": ("SchedulerConfig",),
@@ -77,11 +81,16 @@ SOURCES = {
         "https://github.com/NVIDIA-NeMo/Automodel",
         "nemo_automodel",
         sections={
-            "distributed": ("FSDP2Config", "ParallelismSizes"),
+            "distributed": ("FSDP2Config", "DDPConfig", "ParallelismSizes"),
             "step_scheduler": ("StepSchedulerConfig",),
             "lr_scheduler": ("LRSchedulerConfig",),
             "checkpoint": ("CheckpointingConfig",),
+            "peft": ("PeftConfig",),
         },
+        constants=(
+            ("distributed.strategy", "nemo_automodel/components/distributed/config.py", "_STRATEGY_MAP"),
+            ("step_scheduler.", "nemo_automodel/recipes/_typed_config.py", "_STEP_SCHEDULER_RUNTIME_KEYS"),
+        ),
     ),
     "veomni": TrainerSource(
         "https://github.com/ByteDance-Seed/VeOmni",
@@ -96,6 +105,8 @@ SOURCES = {
             "train.accelerator.fsdp_config": ("FSDPConfig",),
             "train.accelerator.fsdp_config.mixed_precision": ("MixedPrecisionConfig",),
             "train.checkpoint": ("CheckpointConfig",),
+            "train.wandb": ("WandbConfig",),
+            "model.ops_implementation": ("OpsImplementationConfig",),
         },
     ),
 }
@@ -139,8 +150,11 @@ class SourceTree:
 
     def fields(self, name: str) -> dict[str, ast.AnnAssign]:
         """Return the fields of the dataclass of this name, with those that it inherits."""
+        own = list(self.classes(name))
         fields: dict[str, ast.AnnAssign] = {}
-        for node in self.classes(name):
+        if not own and self._core is not None:
+            fields |= self._core.fields(name)
+        for node in own:
             for base in node.bases:
                 inherited = ast.unparse(base).rpartition(".")[2]
                 if self._core is not None:
@@ -153,16 +167,27 @@ class SourceTree:
         return fields
 
 
+def or_none(kind: Kind) -> Kind:
+    """Return the kind of a value that may also be None."""
+    return [*kind, None] if isinstance(kind, list) else kind if kind == ANY else f"{kind}{OR_NONE}"
+
+
+def without_none(kind: Kind) -> Kind:
+    """Return the kind of the same value where it is given."""
+    return [item for item in kind if item is not None] if isinstance(kind, list) else kind.removesuffix(OR_NONE)
+
+
 def kind_of(annotation: ast.expr) -> Kind:
-    """Return the kind of value that a field with this annotation holds; None beside it is left out."""
+    """Return the kind of value that a field with this annotation holds."""
     text = ast.unparse(annotation)
     if isinstance(annotation, ast.BinOp) and isinstance(annotation.op, ast.BitOr):
-        kinds = [kind_of(side) for side in (annotation.left, annotation.right) if ast.unparse(side) != "None"]
-        return kinds[0] if len(kinds) == 1 else ANY
+        sides = (annotation.left, annotation.right)
+        kinds = [kind_of(side) for side in sides if ast.unparse(side) != "None"]
+        return or_none(kinds[0]) if len(kinds) == 1 else ANY
     if isinstance(annotation, ast.Subscript):
         outer, inner = ast.unparse(annotation.value).rpartition(".")[2], annotation.slice
         if outer == "Optional":
-            return kind_of(inner)
+            return or_none(kind_of(inner))
         if outer == "Literal":
             values = inner.elts if isinstance(inner, ast.Tuple) else [inner]
             return [ast.literal_eval(value) for value in values]
@@ -178,7 +203,7 @@ def arguments_of_class(tree: SourceTree, name: str, excluded: frozenset[str]) ->
     for field, node in tree.fields(name).items():
         if field in excluded:
             continue
-        kind, names = kind_of(node.annotation), [f"--{field.replace('_', '-')}"]
+        kind, names = without_none(kind_of(node.annotation)), [f"--{field.replace('_', '-')}"]
         if kind == "bool":
             kind = FLAG
             default = node.value
@@ -259,6 +284,17 @@ def known_parts(tree: SourceTree, path: str, function_name: str) -> dict[str, di
     return parts
 
 
+def constant_names(tree: SourceTree, path: str, constant: str) -> list[str]:
+    """Return the texts that a constant of a module lists, or the keys of a dictionary."""
+    for node in tree.module(path).body:
+        targets = [node.target] if isinstance(node, ast.AnnAssign) else getattr(node, "targets", [])
+        if [ast.unparse(target) for target in targets] == [constant]:
+            value = getattr(node, "value", None)
+            keys: list[ast.expr] = getattr(value, "keys", None) or getattr(value, "elts", [])
+            return [ast.literal_eval(key) for key in keys]
+    raise SystemExit(f"{path}: there is no {constant}")
+
+
 def read_trainer(trainer: str, tree: SourceTree, version: str) -> dict[str, object]:
     """Return all that is kept of a trainer."""
     source = SOURCES[trainer]
@@ -269,6 +305,9 @@ def read_trainer(trainer: str, tree: SourceTree, version: str) -> dict[str, obje
         for name in classes:
             for field, node in tree.fields(name).items():
                 settings[f"{section}.{field}"] = kind_of(node.annotation)
+    for setting, path, constant in source.constants:
+        names = constant_names(tree, path, constant)
+        settings |= {f"{setting}{name}": ANY for name in names} if setting.endswith(".") else {setting: list(names)}
     kept: dict[str, object] = {
         "trainer": trainer,
         "version": version,

@@ -32,6 +32,7 @@ def test_the_script_alone_goes_to_standard_output(recipe: Path, tmp_path: Path) 
     assert "cannot express of the plan" in done.stderr
 
 
+@pytest.mark.slow
 def test_compare_predicts_the_same_step_for_the_emitted_layout(
     run_mmtrain: RunMmtrain, recipe: Path, tmp_path: Path
 ) -> None:

@@ -4,6 +4,8 @@ import os
 import subprocess
 from pathlib import Path
 
+import yaml
+
 Arguments = dict[str, list[str]]
 BLOCK = "t"
 TEXT = """
@@ -17,6 +19,7 @@ VISION = """
 name: vision
 extends: text.yaml
 model:
+  llm: {layers: 8}
   vision: {layers: 24, hidden: 1024, heads: 16, ffn: 4096, positions: grid, max_side: 24, class_token: true}
 data: {sources: [{path: vision.csv}]}
 """
@@ -55,10 +58,95 @@ def started_arguments(text: str, folder: Path) -> Arguments:
     for word in done.stdout.split("\0")[:-1]:
         if word.startswith("--"):
             name = word
-            arguments[name] = []
+            arguments.setdefault(name, [])
         else:
             arguments[name].append(word)
     return arguments
+
+
+def bridge_layout(arguments: Arguments, num_layers: int, encoder_layers: int = 0) -> list[str]:
+    """Return the settings that fix the layout which overrides of Megatron-Bridge state.
+
+    num_layers: blocks of the LLM, which the recipe there knows.
+    """
+    values = dict(word.partition("=")[::2] for words in arguments.values() for word in words if "." in word)
+    as_flags = {
+        "model.tensor_model_parallel_size": "--tensor-model-parallel-size",
+        "model.pipeline_model_parallel_size": "--pipeline-model-parallel-size",
+        "model.virtual_pipeline_model_parallel_size": "--num-virtual-stages-per-pipeline-rank",
+        "model.pipeline_model_parallel_layout": "--pipeline-model-parallel-layout",
+        "model.context_parallel_size": "--context-parallel-size",
+        "train.global_batch_size": "--global-batch-size",
+    }
+    flags = {flag: [values[name].strip('"')] for name, flag in as_flags.items() if values.get(name, "null") != "null"}
+    if values["model.sequence_parallel"] == "true":
+        flags["--sequence-parallel"] = []
+    flags |= {name: arguments[name] for name in ("--nproc-per-node", "--nnodes")}
+    flags |= {"--seq-length": arguments["--seq_length"], "--num-layers": [str(num_layers)]}
+    return megatron_layout(flags, encoder_layers)
+
+
+def mimo_layout(arguments: Arguments) -> list[str]:
+    """Return the settings that fix the layout which components of MegatronMIMO state."""
+    settings = ["parallel.placement=disaggregated"]
+    units = {"language": "llm", "images": "vision"}
+    for component in arguments["--component"]:
+        name, _, sizes = component.partition("=")
+        of_unit = dict(size.split("=") for size in sizes.split(","))
+        fixed = {key: of_unit[key] for key in ("tp", "pp", "dp")} | {"vpp": 1, "sp": "false", "recompute": "none"}
+        settings += [f"parallel.{units[name]}.{key}={value}" for key, value in fixed.items()]
+        settings += [f"parallel.{units[name]}.tp_overlap=false"]
+    return [
+        *settings,
+        f"train.global_batch={arguments['--global-batch-size'][0]}",
+        f"data.seq_len={arguments['--seq-length'][0]}",
+    ]
+
+
+def automodel_layout(text: str) -> list[str]:
+    """Return the settings that fix the layout which a configuration of Automodel states."""
+    config = yaml.safe_load(text)
+    sizes, packed = config["distributed"], config["packed_sequence"]
+    shard = sizes["dp_size"] * sizes.get("cp_size", 1) // sizes.get("dp_replicate_size", 1)
+    return sharded_settings(
+        tp=sizes.get("tp_size", 1),
+        shard=1 if sizes["strategy"] == "ddp" else shard,
+        keeps_weights=not sizes.get("reshard_after_forward", True),
+        recomputes=sizes["activation_checkpointing"],
+        num_groups=config["step_scheduler"]["global_batch_size"],
+        seq_len=packed.get("packed_sequence_size") or packed["pack_size"],
+    )
+
+
+def veomni_layout(text: str) -> list[str]:
+    """Return the settings that fix the layout which a configuration of VeOmni states."""
+    config = yaml.safe_load(text)
+    sizes = config["train"]["accelerator"]
+    return sharded_settings(
+        tp=1,
+        shard=sizes["dp_shard_size"] * sizes["ulysses_size"],
+        keeps_weights=not sizes["fsdp_config"]["reshard_after_forward"],
+        recomputes=config["train"]["gradient_checkpointing"]["enable"],
+        num_groups=config["train"]["global_batch_size"],
+        seq_len=config["data"]["max_seq_len"],
+    )
+
+
+def sharded_settings(
+    tp: int, shard: int, keeps_weights: bool, recomputes: bool, num_groups: int, seq_len: int
+) -> list[str]:
+    """Return the settings of whole models that are sharded over all ranks."""
+    return [
+        "parallel.placement=replicated",
+        "parallel.dispatch=none",
+        "parallel.schedule=1f1b",
+        f"parallel.llm.tp={tp}",
+        f"parallel.shard={shard}",
+        f"parallel.zero={2 if keeps_weights else 3}",
+        f"parallel.llm.recompute={'all' if recomputes else 'none'}",
+        f"train.global_batch={num_groups}",
+        f"data.seq_len={seq_len}",
+    ]
 
 
 def megatron_layout(arguments: Arguments, encoder_layers: int = 0) -> list[str]:

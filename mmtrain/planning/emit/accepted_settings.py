@@ -9,6 +9,7 @@ from typing import Any
 ANY_KIND = "any"  # of a type that the file does not describe
 FLAG_KIND = "flag"  # of an argument without a value
 SEVERAL = "..."  # ends the kind of a list
+OR_NONE = "?"  # ends the kind of what may be None
 PLAIN_KINDS: Mapping[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,)}
 
 
@@ -16,7 +17,7 @@ PLAIN_KINDS: Mapping[str, tuple[type, ...]] = {"int": (int,), "float": (int, flo
 class AcceptedSettings:
     """What a version of a trainer accepts.
 
-    kinds: by name, a type, `flag`, a type with `...` for several, or the list of allowed values.
+    kinds: by name, a type, `flag`, a type with `...` for several or `?` for None too, or the list of allowed values.
     encoders: sizes of the image encoders that the trainer knows by name.
     """
 
@@ -36,8 +37,9 @@ class AcceptedSettings:
             return None if value in kind else f"{name} is {value!r}; allowed: {', '.join(map(str, kind))}"
         if kind == FLAG_KIND:
             return None if value is True else f"{name} is {value!r}; it takes no value"
-        if kind == ANY_KIND:
+        if kind == ANY_KIND or (value is None and kind.endswith(OR_NONE)):
             return None
+        kind = kind.removesuffix(OR_NONE)
         values = value if isinstance(value, list | tuple) else (value,)
         if len(values) != 1 and not kind.endswith(SEVERAL):
             return f"{name} is {value!r}; allowed: one {kind}"

@@ -5,12 +5,22 @@ from collections.abc import Mapping
 from mmtrain.errors import PlanError, UserError
 from mmtrain.planning.artifact.plan import Plan
 from mmtrain.planning.emit.accepted_settings import AcceptedSettings, accepted_settings
+from mmtrain.planning.emit.automodel import AUTOMODEL
 from mmtrain.planning.emit.emitted_plan import EmittedPlan, Inexpressible, OtherTrainer, PlannedJob
+from mmtrain.planning.emit.megatron_bridge import MEGATRON_BRIDGE
 from mmtrain.planning.emit.megatron_lm import MEGATRON_LM
+from mmtrain.planning.emit.mimo import MIMO
+from mmtrain.planning.emit.veomni import VEOMNI
 from mmtrain.recipe import Recipe
 from mmtrain.version import __version__
 
-TRAINERS: Mapping[str, OtherTrainer] = {"megatron-lm": MEGATRON_LM}
+TRAINERS: Mapping[str, OtherTrainer] = {
+    "megatron-lm": MEGATRON_LM,
+    "megatron-bridge": MEGATRON_BRIDGE,
+    "mimo": MIMO,
+    "automodel": AUTOMODEL,
+    "veomni": VEOMNI,
+}
 
 
 def emit(plan: Plan, recipe: Recipe, trainer: str) -> EmittedPlan:
@@ -33,7 +43,7 @@ def emit(plan: Plan, recipe: Recipe, trainer: str) -> EmittedPlan:
         options = " ".join(other.fitting_options(job))
         raise PlanError(
             f"--emit {trainer}: {other.title} {accepted.version} cannot run this plan:{reasons}\n"
-            f"What it can run is found with {options}"
+            f"Search for one that it can run with {options}"
         )
     inexpressible = tuple(other.inexpressible(job))
     header = _header(job, other, accepted, inexpressible)

@@ -116,7 +116,7 @@ class OtherTrainer:
     """What the emitter of a trainer consists of.
 
     problems: why it cannot run the plan at all, one sentence each.
-    fitting_options: options of `mmtrain plan` with which plans are found that it can run.
+    fitting_options: options of `mmtrain plan` that leave out what it cannot run.
     inexpressible: what it leaves out of a plan that it can run.
     write: the file, from all groups of settings.
     """

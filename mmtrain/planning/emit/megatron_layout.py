@@ -8,6 +8,7 @@ from mmtrain.planning.artifact.plan import UnitPlan
 from mmtrain.planning.emit.emitted_plan import Inexpressible, PlannedJob
 from mmtrain.program.ir.graph import LLM
 
+VISION = "vision"  # the unit of the one encoder that LLaVA models have
 EMBEDDING, BLOCK, HEAD = "E", "t", "L"  # in the text of Megatron-core's `pipeline_model_parallel_layout`
 
 
@@ -95,6 +96,44 @@ def core_problems(job: PlannedJob) -> Iterator[str]:
         yield f"the LLM has {', '.join(names)}, which Megatron's GPT model has no setting for"
     if llm.cp > 1 and llm.cp_split != "even":
         yield f"context parallelism cuts the longest sequences alone (cp_split {llm.cp_split}); Megatron-core cuts all"
+
+
+def first_rank_problems(job: PlannedJob) -> Iterator[str]:
+    """Say what LLaVA models cannot do, whose encoder is whole on the first pipeline rank."""
+    llm, vision = job.llm, job.plan.units[VISION]
+    is_first = vision.pp == 1 and set(vision.ranks) == set(llm.ranks[: len(vision.ranks)])
+    if not is_first or llm.stages[0].layers[0] != 0:
+        yield (
+            "vision layers lie on several pipeline ranks, or before the LLM's embedding; it has the encoder whole on "
+            "the first pipeline rank"
+        )
+    if llm.vpp > 1:
+        yield f"the pipeline has {llm.vpp} model chunks on a rank; with an encoder it has one"
+
+
+def core_options(job: PlannedJob) -> tuple[str, ...]:
+    """Return options of `mmtrain plan` with which plans of an LLM alone are free of `core_problems`."""
+    options = ["--placement unified"]
+    if job.llm.offload != "none":
+        options.append("--set parallel.llm.offload=none")
+    if job.llm.cp > 1:
+        options.append("--set parallel.llm.cp_split=even")
+    is_whole = len(job.llm.stages) == job.llm.pp * job.llm.vpp
+    if job.llm.vpp > 1 and (job.plan.schedule.num_microbatches[LLM] % job.llm.pp or not is_whole):
+        options.append("--set parallel.llm.vpp=1")
+    return tuple(options)
+
+
+def even_options(job: PlannedJob, tp: int) -> tuple[str, ...]:
+    """Return options of a pipeline with evenly divided blocks, and the encoder on its first rank."""
+    num_blocks = job.recipe.model.llm.layers
+    pp = next(size for size in range(job.llm.pp, 0, -1) if num_blocks % size == 0)
+    of_encoder = [job.recipe.model.all_encoders[VISION].layers, *[0] * (pp - 1)]
+    return (
+        "--placement unified",
+        f"--set 'parallel.llm={{tp: {tp}, pp: {pp}, vpp: 1, layers_per_chunk: {[num_blocks // pp] * pp}}}'",
+        f"--set 'parallel.vision={{tp: {tp}, vpp: 1, layers_per_chunk: {of_encoder}}}'",
+    )
 
 
 def core_inexpressible(job: PlannedJob) -> Iterator[Inexpressible]:

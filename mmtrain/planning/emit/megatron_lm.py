@@ -5,27 +5,29 @@ from collections.abc import Iterator
 from mmtrain.planning.emit.accepted_settings import AcceptedSettings
 from mmtrain.planning.emit.emitted_plan import EmittedSetting, Inexpressible, OtherTrainer, PlannedJob, SettingGroup
 from mmtrain.planning.emit.megatron_layout import (
+    VISION,
     core_inexpressible,
+    core_options,
     core_problems,
     core_recompute,
+    even_options,
+    first_rank_problems,
     is_even,
     layout_text,
 )
 from mmtrain.planning.emit.shell_script import ShellScript, ShellVariable, shell_text
-from mmtrain.program.ir.graph import LLM
 from mmtrain.recipe.settings.llm_settings import LlmSettings
 
 TEXT_SCRIPT, VISION_SCRIPT = "pretrain_gpt.py", "examples/multimodal/train.py"
-VISION = "vision"
 PACKING_BUFFER_SAMPLES = 64
 FIRST_SEED = 1  # Megatron-LM rejects 0
 LLAMA3_POSITIONS = 8192  # that its `--use-rope-scaling` assumes the model was pretrained with
 
 
 def _problems(job: PlannedJob) -> Iterator[str]:
-    plan, encoders = job.plan, job.recipe.model.all_encoders
-    if plan.placement != "unified":
-        yield f"the placement is {plan.placement}; it runs one pipeline (unified)"
+    encoders = job.recipe.model.all_encoders
+    if job.plan.placement != "unified":
+        yield f"the placement is {job.plan.placement}; it runs one pipeline (unified)"
         return
     if job.recipe.model.generator is not None:
         yield "the model has an image generator"
@@ -36,7 +38,11 @@ def _problems(job: PlannedJob) -> Iterator[str]:
     if list(encoders) not in ([], [VISION]):
         yield f"the model has the encoders {', '.join(encoders)}; its LLaVA has one, for images"
     elif encoders:
-        yield from _vision_problems(job)
+        yield from first_rank_problems(job)
+        if job.plan.units[VISION].tp != job.llm.tp:
+            yield f"vision has tp {job.plan.units[VISION].tp} and the LLM {job.llm.tp}; its LLaVA gives both the same"
+        if not is_even(job.llm, job.recipe.model.llm.layers):
+            yield "the LLM's blocks are divided unevenly; the encoder of its LLaVA would take over that division"
 
 
 def _llm_problems(settings: LlmSettings) -> Iterator[str]:
@@ -52,44 +58,11 @@ def _llm_problems(settings: LlmSettings) -> Iterator[str]:
         yield "weights of a token's experts are not normalized (moe.normalize: false)"
 
 
-def _vision_problems(job: PlannedJob) -> Iterator[str]:
-    """Say what its LLaVA cannot do: the encoder is whole on the first pipeline rank, in the LLM's TP groups."""
-    llm, vision = job.llm, job.plan.units[VISION]
-    blocks = job.recipe.model.llm.layers
-    is_first = vision.pp == 1 and set(vision.ranks) == set(llm.ranks[: len(vision.ranks)])
-    if not is_first or llm.stages[0].layers[0] != 0:
-        yield (
-            "vision layers lie on several pipeline ranks, or before the LLM's embedding; its LLaVA has the encoder "
-            "whole on the first pipeline rank"
-        )
-    if vision.tp != llm.tp:
-        yield f"vision has tp {vision.tp} and the LLM {llm.tp}; its LLaVA gives both the same"
-    if llm.vpp > 1:
-        yield f"the pipeline has {llm.vpp} model chunks on a rank; its LLaVA has one"
-    if not is_even(llm, blocks):
-        yield "the LLM's blocks are divided unevenly; the encoder of its LLaVA would take over that division"
-
-
 def _fitting_options(job: PlannedJob) -> tuple[str, ...]:
-    options = [f"--set parallel.{unit}.offload=none" for unit, part in job.plan.units.items() if part.offload != "none"]
-    if job.llm.cp > 1:
-        options.append("--set parallel.llm.cp_split=even")
     if VISION not in job.plan.units:
-        count = job.plan.schedule.num_microbatches[LLM]
-        if job.llm.vpp > 1 and (count % job.llm.pp or len(job.llm.stages) != job.llm.pp * job.llm.vpp):
-            options.append("--set parallel.llm.vpp=1")
-        return ("--placement unified", *options)
-    settings = job.recipe.model.llm
+        return core_options(job)
     heads = job.recipe.model.all_encoders[VISION].heads
-    tp = job.llm.tp if heads % job.llm.tp == 0 else 1
-    pp = next(size for size in range(job.llm.pp, 0, -1) if settings.layers % size == 0)
-    others = ", 0" * (pp - 1)
-    return (
-        "--placement unified",
-        f"--set 'parallel.llm={{tp: {tp}, pp: {pp}, vpp: 1, layers_per_chunk: {[settings.layers // pp] * pp}}}'",
-        f"--set 'parallel.vision={{tp: {tp}, vpp: 1, layers_per_chunk: "
-        f"[{job.recipe.model.all_encoders[VISION].layers}{others}]}}'",
-    )
+    return even_options(job, job.llm.tp if heads % job.llm.tp == 0 else 1)
 
 
 def _inexpressible(job: PlannedJob) -> Iterator[Inexpressible]:

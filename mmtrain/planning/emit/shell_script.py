@@ -1,4 +1,7 @@
-"""Emitted settings as a bash script: arrays of arguments, one for each origin, and a torchrun that takes them all."""
+"""Emitted settings as a bash script: arrays of arguments, one for each origin, and a torchrun that takes them all.
+
+Names that begin with `--` are arguments; others become `NAME=VALUE`.
+"""
 
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
@@ -42,7 +45,6 @@ class ShellScript:
     groups: tuple[SettingGroup, ...]
     variables: tuple[ShellVariable, ...]
     exports: tuple[str, ...] = ()
-    assigns: bool = False  # settings are `NAME=VALUE` rather than `--name value`
 
 
 def shell_text(job: PlannedJob, accepted: AcceptedSettings, header: Sequence[str], script: ShellScript) -> str:
@@ -60,7 +62,7 @@ def shell_text(job: PlannedJob, accepted: AcceptedSettings, header: Sequence[str
         arrays.append(f'"${{{name}[@]}}"')
         origin = ORIGIN_TEXTS[group.origin].format(trainer=accepted.trainer)
         lines += ["", f"# {group.title}, {origin}.", f"{name}=("]
-        lines += [f"    {line}" for line in _setting_lines(group.settings, accepted, script.assigns)]
+        lines += [f"    {line}" for line in _setting_lines(group.settings, accepted)]
         lines += [")"]
     lines += [
         "",
@@ -90,14 +92,14 @@ def _all_variables(job: PlannedJob, script: ShellScript) -> Iterator[ShellVariab
     yield ShellVariable("MASTER_PORT", "29500", "a free port there")
 
 
-def _setting_lines(settings: Iterable[EmittedSetting], accepted: AcceptedSettings, assigns: bool) -> Iterator[str]:
+def _setting_lines(settings: Iterable[EmittedSetting], accepted: AcceptedSettings) -> Iterator[str]:
     for setting in settings:
         value = setting.value
         is_variable = isinstance(value, str) and value.startswith("$")
         if not is_variable:
             problem = accepted.problem(setting.name, value)
             assert problem is None, problem
-        if assigns:
+        if not setting.name.startswith("--"):
             line = f'"{setting.name}={value}"' if is_variable else _quoted(f"{setting.name}={_assigned(value)}")
         else:
             items = value if isinstance(value, list | tuple) else () if value is True else (value,)
@@ -114,7 +116,9 @@ def _quoted(word: str) -> str:
 def _assigned(value: object) -> str:
     if isinstance(value, list | tuple):
         return f"[{','.join(_assigned(item) for item in value)}]"
-    return str(value).lower() if isinstance(value, bool) else "null" if value is None else _text(value)
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    return f'"{value}"' if isinstance(value, str) and not value.isidentifier() else _text(value)
 
 
 def _text(value: object) -> str:
