@@ -2,6 +2,9 @@
 
     python -m scripts.trainer_settings megatron-lm Megatron-LM --version core_v0.19.0
     python -m scripts.trainer_settings megatron-bridge Megatron-Bridge --version v0.6.0 --core Megatron-LM
+    python -m scripts.trainer_settings automodel nemo_automodel-0.7.0-py3-none-any.whl --version 0.7.0
+
+A wheel is only compared: the script says which settings that `--emit` writes the package does not accept.
 
 The trainer's public source is parsed, never imported. What is kept is a JSON file for each trainer in
 `mmtrain/planning/emit/accepted`, with the version and the commit that it was read from. Megatron-Bridge inherits from
@@ -13,6 +16,7 @@ import ast
 import json
 import re
 import subprocess
+import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,7 +71,7 @@ SOURCES = {
             "ddp": ("DistributedDataParallelConfig",),
             "checkpoint": ("CheckpointConfig",),
             "rng": ("RNGConfig",),
-            "dist": ("DistributedInitConfig",),
+            "peft": ("LoRA",),
         },
         core="3rdparty/Megatron-LM",
     ),
@@ -112,16 +116,14 @@ SOURCES = {
 }
 
 
-class SourceTree:
-    """The modules of a repository at one commit, and the dataclasses in them."""
+class GitFiles:
+    """The modules of a repository at one commit."""
 
-    def __init__(self, git: Path, version: str, folders: Iterable[str], core: "SourceTree | None" = None) -> None:
+    def __init__(self, git: Path, version: str, folders: Iterable[str]) -> None:
         self._git = git
-        self._core = core  # has the classes that those of this repository inherit from
         self.commit = self._run("rev-parse", f"{version}^{{commit}}").strip()
         names = self._run("ls-tree", "-r", "--name-only", self.commit, "--", *folders).splitlines()
-        self._files = {name for name in names if name.endswith(".py")}
-        self._trees: dict[str, ast.Module] = {}
+        self.names = {name for name in names if name.endswith(".py")}
 
     def _run(self, *arguments: str) -> str:
         command = ["git", "-C", str(self._git), *arguments]
@@ -131,19 +133,55 @@ class SourceTree:
         """Return the commit that a submodule is at."""
         return self._run("rev-parse", f"{self.commit}:{path}").strip()
 
+    def read(self, path: str) -> str:
+        """Return the text of a file."""
+        return self._run("show", f"{self.commit}:{path}")
+
+    def with_class(self, name: str) -> set[str]:
+        """Return the files that define a class of this name."""
+        try:
+            found = self._run("grep", "-l", "-E", f"^class {name}\\b", self.commit).splitlines()
+        except subprocess.CalledProcessError:  # none does
+            return set()
+        return {line.partition(":")[2] for line in found} & self.names
+
+
+class WheelFiles:
+    """The modules of a wheel."""
+
+    def __init__(self, wheel: Path) -> None:
+        self.commit = wheel.name
+        with zipfile.ZipFile(wheel) as archive:
+            names = [name for name in archive.namelist() if name.endswith(".py")]
+            self._texts = {name: archive.read(name).decode("utf-8") for name in names}
+        self.names = set(self._texts)
+
+    def read(self, path: str) -> str:
+        """Return the text of a file."""
+        return self._texts[path]
+
+    def with_class(self, name: str) -> set[str]:
+        """Return the files that define a class of this name."""
+        return {path for path, text in self._texts.items() if re.search(rf"^class {name}\b", text, re.M)}
+
+
+class SourceTree:
+    """The syntax trees of modules, and the dataclasses in them."""
+
+    def __init__(self, files: GitFiles | WheelFiles, core: "SourceTree | None" = None) -> None:
+        self.files = files
+        self._core = core  # has the classes that those of this repository inherit from
+        self._trees: dict[str, ast.Module] = {}
+
     def module(self, path: str) -> ast.Module:
-        """Return the syntax tree of a file."""
+        """Return the syntax tree of a file; an empty one if there is no such file, as in a wheel without scripts."""
         if path not in self._trees:
-            self._trees[path] = ast.parse(self._run("show", f"{self.commit}:{path}"))
+            self._trees[path] = ast.parse(self.files.read(path) if path in self.files.names else "")
         return self._trees[path]
 
     def classes(self, name: str) -> Iterator[ast.ClassDef]:
         """Yield every class of this name."""
-        try:
-            found = self._run("grep", "-l", "-E", f"^class {name}\\b", self.commit).splitlines()
-        except subprocess.CalledProcessError:
-            return
-        for path in sorted({line.partition(":")[2] for line in found} & self._files):
+        for path in sorted(self.files.with_class(name)):
             for node in self.module(path).body:
                 if isinstance(node, ast.ClassDef) and node.name == name:
                     yield node
@@ -312,7 +350,7 @@ def read_trainer(trainer: str, tree: SourceTree, version: str) -> dict[str, obje
         "trainer": trainer,
         "version": version,
         "repository": source.repository,
-        "commit": tree.commit,
+        "commit": tree.files.commit,
         "settings": dict(sorted(settings.items())),
     }
     if source.known_parts is not None:
@@ -332,23 +370,60 @@ def file_text(kept: Mapping[str, object]) -> str:
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
+def emitted_names(trainer: str) -> set[str]:
+    """Return the names that the emitter of a trainer states in its module."""
+    module = ast.parse((ACCEPTED.parent / f"{trainer.replace('-', '_')}.py").read_text(encoding="utf-8"))
+    calls = [node for node in ast.walk(module) if isinstance(node, ast.Call) and node.args]
+    return {
+        ast.literal_eval(call.args[0])
+        for call in calls
+        if ast.unparse(call.func) == "EmittedSetting" and isinstance(call.args[0], ast.Constant)
+    }
+
+
+def unknown_names(trainer: str, settings: Iterable[str]) -> list[str]:
+    """Return the names that an emitter writes in sections that are known, and that are not among the settings.
+
+    `_target_` names the class of a section, whatever the section.
+    """
+    known = set(settings)
+    sections = {_section(name) for name in known}
+    names = emitted_names(trainer) - known
+    return sorted(name for name in names if _section(name) in sections and not name.endswith("._target_"))
+
+
+def _section(name: str) -> str:
+    return "--" if name.startswith("--") else name.rpartition(".")[0]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trainer", choices=SOURCES)
-    parser.add_argument("git", type=Path, help="a clone of its repository")
+    parser.add_argument("source", type=Path, help="a clone of its repository, or a wheel to compare")
     parser.add_argument("--version", required=True, help="tag to read")
-    parser.add_argument("--core", type=Path, help="of Megatron-Bridge: a clone of Megatron-LM")
+    parser.add_argument("--core", type=Path, help="of Megatron-Bridge: a clone of Megatron-LM, or a wheel")
     options = parser.parse_args()
-    source = SOURCES[options.trainer]
-    folders = [source.package, *source.argument_files, *(source.known_parts or ())[:1]]
-    tree = SourceTree(options.git, options.version, folders)
-    if source.core is not None:
-        core = SourceTree(options.core, tree.submodule(source.core), ["megatron"])
-        tree = SourceTree(options.git, options.version, folders, core)
+    source, is_wheel = SOURCES[options.trainer], options.source.suffix == ".whl"
+    if is_wheel:
+        core = None if options.core is None else SourceTree(WheelFiles(options.core))
+        tree = SourceTree(WheelFiles(options.source), core)
+    else:
+        folders = [source.package, *source.argument_files, *(source.known_parts or ())[:1]]
+        files = GitFiles(options.source, options.version, folders)
+        core = None
+        if source.core is not None:
+            core = SourceTree(GitFiles(options.core, files.submodule(source.core), ["megatron"]))
+        tree = SourceTree(files, core)
     kept = read_trainer(options.trainer, tree, options.version)
+    settings: Mapping[str, Kind] = kept["settings"]  # type: ignore[assignment]
+    unknown = unknown_names(options.trainer, settings)
+    count = f"{len(settings)} settings of {options.trainer} {options.version}"
+    if is_wheel:
+        print(f"{options.source.name}: {count}; not accepted of what is emitted: {', '.join(unknown) or 'none'}")
+        raise SystemExit(bool(unknown))
     path = ACCEPTED / f"{options.trainer.replace('-', '_')}.json"
     path.write_text(file_text(kept), encoding="utf-8")
-    print(f"{path}: {len(kept['settings'])} settings of {options.trainer} {options.version}")  # type: ignore[arg-type]
+    print(f"{path}: {count}")
 
 
 if __name__ == "__main__":

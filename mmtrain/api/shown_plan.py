@@ -1,13 +1,16 @@
 """A plan that shows itself: as the command's table, as a picture in a notebook, and as a data frame."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from mmtrain.api.data_frames import data_frame
 from mmtrain.errors import UserError
-from mmtrain.planning import Plan
+from mmtrain.planning import Plan, require_match
 from mmtrain.planning import load_plan as read_plan
+from mmtrain.planning.emit.emit_plan import emit
+from mmtrain.planning.emit.emitted_plan import EmittedPlan
+from mmtrain.recipe import Recipe, load_recipe
 from mmtrain.report.notebook_html import plan_view_html
 from mmtrain.report.plain_text import seconds_text
 from mmtrain.report.plan_view import plan_table
@@ -44,6 +47,22 @@ class ShownPlan(Plan):
 
     def _repr_html_(self) -> str:
         return plan_view_html(self)
+
+    def emit(self, trainer: str, recipe: str | Path | Recipe, *, set: Sequence[str] = ()) -> EmittedPlan:
+        """Write the plan for another trainer, as `mmtrain plan --emit` does; `text` of the result is the file.
+
+        Args:
+            trainer: `megatron-lm`, `megatron-bridge`, `mimo`, `automodel` or `veomni`.
+            recipe: what the plan was made for: its path, or what `load_recipe` returned.
+            set: settings that take precedence, as the plan was made with.
+
+        Raises:
+            UserError: there is no such trainer.
+            PlanError: the plan is of another recipe, or the trainer cannot run it; the message says why.
+        """
+        settings = recipe if isinstance(recipe, Recipe) else load_recipe(Path(recipe), set).recipe
+        require_match(self, settings, self.world_size, self.hardware)
+        return emit(self, settings, trainer)
 
     def to_frame(self, rows: FrameRows = "stages") -> "pandas.DataFrame":
         """Return the plan as a data frame of pandas.

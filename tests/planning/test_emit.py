@@ -6,10 +6,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from _pytest.mark.structures import ParameterSet
+import yaml
+from _pytest.mark import ParameterSet
 
 from mmtrain.api.plans import make_plan
 from mmtrain.api.recipe_index import index_recipe
+from mmtrain.api.shown_plan import ShownPlan
 from mmtrain.errors import PlanError
 from mmtrain.planning import Plan
 from mmtrain.planning.emit.accepted_settings import accepted_settings
@@ -109,6 +111,24 @@ def test_a_plan_that_cannot_be_expressed_comes_with_options_of_one_that_can(fold
     assert again.predicted.step_time_s == plan.predicted.step_time_s
     assert again.units == plan.units
     assert all(str(part.what) in " ".join(emitted.text.replace("\n#", "").split()) for part in emitted.inexpressible)
+
+
+def test_a_plan_in_python_is_written_as_by_the_command(folder: Path) -> None:
+    settings = ["parallel.placement=unified", "cluster.ranks=1", "train.lora.rank=8"]
+    plan, recipe = planned(folder / "text.yaml", settings)
+    shown = ShownPlan.of(plan)
+    assert shown.emit("megatron-bridge", recipe).text == emit(plan, recipe, "megatron-bridge").text
+    with pytest.raises(PlanError, match=r"train\.lora"):
+        shown.emit("megatron-lm", folder / "text.yaml", set=settings)
+    with pytest.raises(PlanError, match="recipe"):
+        shown.emit("megatron-bridge", folder / "text.yaml")
+
+
+@pytest.mark.slow
+def test_adapters_are_written_for_automodel(folder: Path) -> None:
+    sharded = ["parallel.placement=replicated", "parallel.dispatch=none", "parallel.schedule=1f1b"]
+    plan, recipe = planned(folder / "text.yaml", [*sharded, "train.lora.rank=8"])
+    assert yaml.safe_load(emit(plan, recipe, "automodel").text)["peft"]["dim"] == 8
 
 
 @pytest.mark.slow

@@ -22,6 +22,8 @@ ALL_LLM_LINEARS = ("llm.*.linear_*",)  # the default of `train.lora.targets`
 def _problems(job: PlannedJob) -> Iterator[str]:
     yield from sharded_problems(job)
     lora = job.recipe.train.lora
+    if job.llm.shard == 1 and job.llm.num_replicas > 1 and (job.llm.tp, job.llm.cp, job.llm.ep) != (1, 1, 1):
+        yield "copies of the model are whole (shard 1) beside tensor, context or expert parallelism; its DDP has none"
     if job.llm.cp > 1 and job.llm.cp_method != "ring":
         yield f"ranks share sequences by {job.llm.cp_method}; its cp_size is a ring"
     if lora is not None and (lora.targets != ALL_LLM_LINEARS or lora.also_train):
@@ -30,7 +32,9 @@ def _problems(job: PlannedJob) -> Iterator[str]:
 
 def _fitting_options(job: PlannedJob) -> tuple[str, ...]:
     ring = ("--set parallel.llm.cp_method=ring",) if job.llm.cp > 1 and job.llm.cp_method != "ring" else ()
-    return (*sharded_options(job), *ring)
+    has_others = (job.llm.tp, job.llm.cp, job.llm.ep) != (1, 1, 1)
+    shard = ("--set parallel.shard=all",) if job.llm.shard == 1 and has_others else ()
+    return (*sharded_options(job), *shard, *ring)
 
 
 def _inexpressible(job: PlannedJob) -> Iterator[Inexpressible]:
@@ -43,7 +47,7 @@ def _inexpressible(job: PlannedJob) -> Iterator[Inexpressible]:
 
 def _parallel_settings(job: PlannedJob) -> Iterator[EmittedSetting]:
     llm, sizes = job.llm, sharded_sizes(job.llm)
-    is_whole = sizes.shard == 1 and llm.shard == 1
+    is_whole = llm.shard == 1 and llm.num_replicas > 1
     yield EmittedSetting("distributed.strategy", "ddp" if is_whole else "fsdp2")
     yield EmittedSetting("distributed.dp_size", llm.dp)
     if is_whole and job.plan.precision == "bf16":

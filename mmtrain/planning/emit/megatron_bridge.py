@@ -46,6 +46,11 @@ def _fitting_options(job: PlannedJob) -> tuple[str, ...]:
 
 def _inexpressible(job: PlannedJob) -> Iterator[Inexpressible]:
     yield from core_inexpressible(job)
+    lora = job.recipe.train.lora
+    if lora is not None:
+        yield Inexpressible(
+            f"adapters are on {', '.join(lora.targets)}", "they are on the linears that the recipe there names", True
+        )
     if VISION in job.plan.units and job.plan.units[VISION].num_recomputed:
         yield Inexpressible(
             f"{job.plan.units[VISION].num_recomputed} vision layers are recomputed",
@@ -111,6 +116,9 @@ def _training_settings(job: PlannedJob) -> Iterator[EmittedSetting]:
         yield EmittedSetting("model.freeze_language_model", job.recipe.model.llm.freeze)
         yield EmittedSetting("model.freeze_vision_model", vision.freeze)
         yield EmittedSetting("model.freeze_vision_projection", vision.projector.freeze)
+    if train.lora is not None:
+        yield EmittedSetting("peft.dim", train.lora.rank)
+        yield EmittedSetting("peft.alpha", round(train.lora.alpha))
     if optimizer.moments == "bf16":
         yield EmittedSetting("optimizer.use_precision_aware_optimizer", True)
         yield EmittedSetting("optimizer.exp_avg_dtype", "bf16")

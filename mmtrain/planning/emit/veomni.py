@@ -55,17 +55,17 @@ def _inexpressible(job: PlannedJob) -> Iterator[Inexpressible]:
 
 
 def _parallel_settings(job: PlannedJob) -> Iterator[EmittedSetting]:
-    llm, sizes, accelerator = job.llm, sharded_sizes(job.llm), "train.accelerator"
-    yield EmittedSetting(f"{accelerator}.dp_replicate_size", sizes.copies)
-    yield EmittedSetting(f"{accelerator}.dp_shard_size", sizes.shard)
-    yield EmittedSetting(f"{accelerator}.ulysses_size", llm.cp)
+    llm, sizes = job.llm, sharded_sizes(job.llm)
+    yield EmittedSetting("train.accelerator.dp_replicate_size", sizes.copies)
+    yield EmittedSetting("train.accelerator.dp_shard_size", sizes.shard)
+    yield EmittedSetting("train.accelerator.ulysses_size", llm.cp)
     if job.is_moe:
-        yield EmittedSetting(f"{accelerator}.ep_size", llm.ep)
-    yield EmittedSetting(f"{accelerator}.fsdp_config.fsdp_mode", "fsdp2")
-    yield EmittedSetting(f"{accelerator}.fsdp_config.reshard_after_forward", not llm.keeps_weights)
+        yield EmittedSetting("train.accelerator.ep_size", llm.ep)
+    yield EmittedSetting("train.accelerator.fsdp_config.fsdp_mode", "fsdp2")
+    yield EmittedSetting("train.accelerator.fsdp_config.reshard_after_forward", not llm.keeps_weights)
     is_bf16 = job.plan.precision == "bf16"
-    yield EmittedSetting(f"{accelerator}.fsdp_config.mixed_precision.enable", is_bf16)
-    yield EmittedSetting(f"{accelerator}.fsdp_config.mixed_precision.reduce_dtype", _reduce_type(job))
+    yield EmittedSetting("train.accelerator.fsdp_config.mixed_precision.enable", is_bf16)
+    yield EmittedSetting("train.accelerator.fsdp_config.mixed_precision.reduce_dtype", _reduce_type(job))
     yield EmittedSetting("train.gradient_checkpointing.enable", recomputes_all(job))
     yield EmittedSetting("train.micro_batch_size", 1, "one group of packed samples")
     yield EmittedSetting("train.global_batch_size", job.plan.num_groups, "groups")

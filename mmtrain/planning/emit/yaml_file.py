@@ -10,6 +10,7 @@ from mmtrain.planning.emit.emitted_plan import ORIGIN_TEXTS, EmittedSetting, Set
 from mmtrain.planning.emit.shell_script import comment_lines
 
 INDENT = "  "
+CLASS_KEY = "_target_"  # names the class of a section, whatever the section
 
 
 def yaml_text(accepted: AcceptedSettings, header: Sequence[str], groups: Sequence[SettingGroup]) -> str:
@@ -22,7 +23,7 @@ def yaml_text(accepted: AcceptedSettings, header: Sequence[str], groups: Sequenc
     for group in groups:
         for setting in group.settings:
             section, _, key = setting.name.rpartition(".")
-            if section in sections:
+            if section in sections and key != CLASS_KEY:
                 problem = accepted.problem(setting.name, setting.value)
                 assert problem is None, problem
             inside = tree
