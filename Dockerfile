@@ -19,7 +19,7 @@ COPY pyproject.toml setup.py README.md LICENSE NOTICE ./
 COPY mmtrain mmtrain
 COPY recipes recipes
 COPY docs/recipe.schema.json docs/recipe.schema.json
-COPY scripts/train.sbatch scripts/train.sbatch
+COPY scripts/train.sbatch scripts/train_ray.py scripts/
 
 # The image's torch is built against its CUDA, NCCL and flash-attn; one from PyPI in its place would break all three.
 # So pin what is there, build in the image's environment, and fail the build if the version moved all the same. `cuda`

@@ -1,7 +1,7 @@
 """Build what pyproject.toml cannot state: the files beside code in a wheel, and the page that an index shows.
 
-`recipes/`, the schema of recipes and the SLURM job file lie where readers of the tree look for them. A wheel holds
-copies of them in `mmtrain/shipped`, from where `mmtrain recipes` reads them.
+`recipes/`, the schema of recipes and the job files of SLURM and Ray lie where readers of the tree look for them. A
+wheel holds copies of them in `mmtrain/shipped`, from where `mmtrain recipes` and `mmtrain launch` read them.
 
 Links in README.md are relative. With MMTRAIN_REPOSITORY_URL, such as https://host/owner/mmtrain, the long description
 has absolute ones, to the tag of this version, and the wheel names the address. Nothing else in the tree knows it.
@@ -21,6 +21,7 @@ SHIPPED = {  # where a file lies in the tree -> where in `mmtrain/shipped`
     **dict(zip(RECIPES, RECIPES, strict=True)),
     "docs/recipe.schema.json": "recipe.schema.json",
     "scripts/train.sbatch": "train.sbatch",
+    "scripts/train_ray.py": "train_ray.py",
 }
 RELATIVE_LINK = re.compile(r"(?P<image>!?)\[(?P<text>[^]]*)\]\((?P<path>(?!https?:|#|mailto:)[^)\s]+)\)")
 

@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[1]
 ADDRESS = "https://example.org/somebody/mmtrain"
 # Of https://www.apache.org/licenses/LICENSE-2.0.txt.
 SHA256_OF_APACHE_2 = "cfc7749b96f63bd31c3c42b5c471bf756814053e847c10f3eb003417bc523d30"
-SOURCES = ["mmtrain", "recipes", "docs/recipe.schema.json", "scripts/train.sbatch"]
+SOURCES = ["mmtrain", "recipes", "docs/recipe.schema.json", "scripts/train.sbatch", "scripts/train_ray.py"]
 FILES_OF_BUILD = ["pyproject.toml", "setup.py", "README.md", "LICENSE", "NOTICE", "MANIFEST.in"]
 
 
@@ -96,7 +96,8 @@ def test_the_wheel_holds_recipes_schema_job_file_and_cost_tables(wheel: Path) ->
     assert len(recipes) > 60
     tables = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("mmtrain/costs/tables/*.json")}
     assert recipes | tables <= names
-    assert {"recipe.schema.json", "train.sbatch"} <= {name.removeprefix("mmtrain/shipped/") for name in names}
+    shipped = {name.removeprefix("mmtrain/shipped/") for name in names}
+    assert {"recipe.schema.json", "train.sbatch", "train_ray.py"} <= shipped
     assert {"mmtrain/py.typed", "mmtrain/costs/published_errors.json"} <= names
 
 

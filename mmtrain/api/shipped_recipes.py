@@ -16,7 +16,8 @@ from mmtrain.recipe import editor_schema
 PACKAGE = Path(__file__).parents[1]
 RECIPES_FOLDER = "recipes"  # in the tree, and where `copy_recipe` writes unless told otherwise
 SCHEMA_FILE = "recipe.schema.json"
-JOB_FILE = "train.sbatch"
+SLURM_JOB_FILE = "train.sbatch"
+RAY_JOB_FILE = "train_ray.py"
 _SUFFIX = ".yaml"
 _SCHEMA_LINE = re.compile(r"(?<=\$schema=)\S+")
 _PATH_ABOVE = re.compile(r"(?P<before>^[^#\n]*?[:-] )(?P<path>(?:\.\./)+[^\s#]+)", re.MULTILINE)
@@ -52,9 +53,9 @@ def shipped_recipes() -> list[ShippedRecipe]:
     return [ShippedRecipe(name, path, _summary(path.read_text(encoding="utf-8"))) for name, path in by_depth]
 
 
-def shipped_job_file() -> Path | None:
-    """Return the job file for SLURM; None if this installation holds none."""
-    candidates = (PACKAGE / "shipped" / JOB_FILE, PACKAGE.parent / "scripts" / JOB_FILE)
+def shipped_job_file(name: str) -> Path | None:
+    """Return `SLURM_JOB_FILE` or `RAY_JOB_FILE`; None if this installation does not hold it."""
+    candidates = (PACKAGE / "shipped" / name, PACKAGE.parent / "scripts" / name)
     return next((path for path in candidates if path.is_file()), None)
 
 

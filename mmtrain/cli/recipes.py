@@ -21,10 +21,10 @@ def list_recipes(context: typer.Context, as_json: AsJson = False) -> None:
     import json
     import textwrap
 
-    from mmtrain.api.shipped_recipes import shipped_job_file, shipped_recipes
+    from mmtrain.api.shipped_recipes import SLURM_JOB_FILE, shipped_job_file, shipped_recipes
 
     recipes = shipped_recipes()
-    job_file = shipped_job_file()
+    job_file = shipped_job_file(SLURM_JOB_FILE)
     if as_json:
         rows = [{"name": recipe.name, "summary": recipe.summary, "path": str(recipe.path)} for recipe in recipes]
         typer.echo(json.dumps({"recipes": rows, "job_file": None if job_file is None else str(job_file)}))

@@ -38,6 +38,7 @@ COMMANDS = [
     "recipes",
     "recipes copy",
     "launch",
+    "launch ray",
     "launch slurm",
     "schema",
 ]

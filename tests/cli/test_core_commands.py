@@ -26,6 +26,7 @@ CORE: dict[str, list[str]] = {
     "simulate": ["run"],
     "report": ["run", "--out", "report.html"],
     "inspect": ["tiny"],
+    "launch ray": ["run/recipe.yaml", "--plan", "run/plan.json"],
     "launch slurm": ["run/recipe.yaml", "--plan", "run/plan.json"],
     "init": [
         "--model",

@@ -10,7 +10,7 @@ from subprocess import CompletedProcess
 
 import pytest
 
-from mmtrain.api.job_files import job_size
+from mmtrain.api.job_files.job_request import job_size
 from mmtrain.costs import preset
 from mmtrain.errors import UserError
 from mmtrain.planning import Plan, load_plan

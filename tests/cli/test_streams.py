@@ -84,7 +84,7 @@ def test_a_run_trains_to_its_end(tmp_path: Path, settings: list[str], closed: st
 
 def test_every_command_is_run_but_two() -> None:
     # The first, the last and the one before it have tests of their own.
-    apart = {"data serve", "data latents", "data digits", "init", "launch slurm"}
+    apart = {"data serve", "data latents", "data digits", "init", "launch ray", "launch slurm"}
     assert set(commands(get_command(table.app))) == set(CALLS) | apart
 
 

@@ -33,6 +33,7 @@ COMMANDS = {
     "export": [["{path}", "--out", "exported"], ["run", "--out", "{path}"]],
     "inspect": [["{path}"]],
     "recipes copy": [["demo", "--out", "{path}"]],
+    "launch ray": [["{path}", "--plan", "plan.json"], ["{demo}", "--plan", "{path}"]],
     "launch slurm": [["{path}", "--plan", "plan.json"], ["{demo}", "--plan", "{path}"]],
     "init": [
         ["--model", "{path}", "--data", "{data}/train.json", "--out", "new.yaml"],
