@@ -101,6 +101,90 @@ def ray(
     _write(file, text, size, f"python {file}", as_json)
 
 
+@app.command()
+def kubernetes(
+    recipe: RecipeFile,
+    overrides: Overrides,
+    plan: PlanFile,
+    image: Annotated[str, typer.Option(metavar="IMAGE", help="Container image that has mmtrain and bash.")],
+    claim: Annotated[
+        str, typer.Option(metavar="NAME", help="PersistentVolumeClaim that all pods write (ReadWriteMany).")
+    ],
+    mount: Annotated[
+        str, typer.Option(metavar="DIR", help="Where pods mount it: there lies what this folder holds here.")
+    ] = "/workspace",
+    kind: Annotated[
+        str, typer.Option(metavar="KIND", help="`trainjob` (Kubeflow Trainer, with its runtime) or `jobset`.")
+    ] = "trainjob",
+    name: Annotated[str | None, typer.Option(metavar="NAME", help="Name of the job. Default: the recipe's.")] = None,
+    namespace: Annotated[str | None, typer.Option(metavar="NAME", help="Default: that of kubectl.")] = None,
+    out: OutFile = None,
+    run_dir: FolderOfRun = None,
+    ranks_per_node: RanksPerNode = None,
+    max_restarts: MaxRestarts = 3,
+    as_json: AsJson = False,
+) -> None:
+    """Write manifests for Kubernetes, sized from a plan.
+
+    Each node is one pod with torchrun. When one is lost, all start again, and the run goes on from its newest
+    checkpoint. Recipe, plan, data and run lie on a volume that all pods share, as they lie in this folder here.
+    """
+    from typing import get_args
+
+    from mmtrain.api.job_files.kubernetes_job import KubernetesKind, KubernetesOptions, kubernetes_job
+    from mmtrain.errors import UserError
+
+    kinds: dict[str, KubernetesKind] = {known: known for known in get_args(KubernetesKind)}
+    if kind not in kinds:
+        raise UserError(f"--kind: {kind} found, but it is one of {', '.join(kinds)}")
+    request, settings = _request("kubernetes", recipe, overrides, plan, run_dir, ranks_per_node)
+    asked = KubernetesOptions(image, claim, mount, kinds[kind], name, namespace, max_restarts)
+    text, size = kubernetes_job(request, settings, asked)
+    file = out or Path(f"{settings.name}.yaml")
+    _write(file, text, size, f"kubectl create -f {file}", as_json)
+
+
+@app.command()
+def skypilot(
+    recipe: RecipeFile,
+    overrides: Overrides,
+    plan: PlanFile,
+    out: OutFile = None,
+    run_dir: Annotated[
+        str | None,
+        typer.Option(
+            "--run-dir", metavar="DIR", help="Folder of the run: in a bucket (s3://...), or below --volume's folder."
+        ),
+    ] = None,
+    volume: Annotated[
+        str | None, typer.Option(metavar="NAME:DIR", help="Volume of SkyPilot that all machines mount at DIR.")
+    ] = None,
+    ranks_per_node: RanksPerNode = None,
+    accelerator: Annotated[
+        str | None, typer.Option(metavar="NAME", help="GPU as `sky show-gpus` names it. Default: the plan's hardware.")
+    ] = None,
+    image: Annotated[
+        str | None, typer.Option(metavar="IMAGE", help="Container image that has mmtrain. Default: pip installs it.")
+    ] = None,
+    use_spot: Annotated[bool, typer.Option("--spot", help="Take spot machines.")] = False,
+    max_restarts: MaxRestarts = 3,
+    as_json: AsJson = False,
+) -> None:
+    """Write a task for SkyPilot, sized from a plan.
+
+    SkyPilot finds the machines and copies this folder to them. Checkpoints lie in a mounted bucket, or for several
+    machines on a volume, so that a managed job goes on after lost machines.
+    """
+    from mmtrain.api.job_files.skypilot_job import SkyPilotOptions, skypilot_job
+
+    folder = None if run_dir is None else Path(run_dir)
+    request, settings = _request("skypilot", recipe, overrides, plan, folder, ranks_per_node)
+    asked = SkyPilotOptions(image, accelerator, volume, use_spot, max_restarts)
+    text, size = skypilot_job(request, settings, asked)
+    file = out or Path(f"{settings.name}.sky.yaml")
+    _write(file, text, size, f"sky jobs launch {file}", as_json)
+
+
 def _request(
     launcher: str,
     recipe: Path,

@@ -38,7 +38,9 @@ COMMANDS = [
     "recipes",
     "recipes copy",
     "launch",
+    "launch kubernetes",
     "launch ray",
+    "launch skypilot",
     "launch slurm",
     "schema",
 ]

@@ -26,6 +26,11 @@ CORE: dict[str, list[str]] = {
     "simulate": ["run"],
     "report": ["run", "--out", "report.html"],
     "inspect": ["tiny"],
+    "launch kubernetes": [
+        *("run/recipe.yaml", "--plan", "run/plan.json"),
+        *("--image", "ours", "--claim", "shared", "--mount", "/"),
+    ],
+    "launch skypilot": ["run/recipe.yaml", "--plan", "run/plan.json", "--run-dir", "s3://ours/run"],
     "launch ray": ["run/recipe.yaml", "--plan", "run/plan.json"],
     "launch slurm": ["run/recipe.yaml", "--plan", "run/plan.json"],
     "init": [

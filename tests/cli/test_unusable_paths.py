@@ -33,6 +33,11 @@ COMMANDS = {
     "export": [["{path}", "--out", "exported"], ["run", "--out", "{path}"]],
     "inspect": [["{path}"]],
     "recipes copy": [["demo", "--out", "{path}"]],
+    "launch kubernetes": [
+        ["{path}", "--plan", "plan.json", "--image", "ours", "--claim", "shared"],
+        ["{demo}", "--plan", "{path}", "--image", "ours", "--claim", "shared"],
+    ],
+    "launch skypilot": [["{path}", "--plan", "plan.json"], ["{demo}", "--plan", "{path}"]],
     "launch ray": [["{path}", "--plan", "plan.json"], ["{demo}", "--plan", "{path}"]],
     "launch slurm": [["{path}", "--plan", "plan.json"], ["{demo}", "--plan", "{path}"]],
     "init": [

@@ -26,10 +26,14 @@ class JobRequest:
     ranks_per_node: int | None = None  # None: of the recipe's cluster or the hardware preset
 
     @property
+    def settings(self) -> tuple[str, ...]:
+        """Return the arguments of `mmtrain train` that override settings."""
+        return tuple(word for setting in self.overrides for word in ("--set", setting))
+
+    @property
     def words(self) -> tuple[str, ...]:
         """Return the arguments of `mmtrain train` but the folder of the run: the recipe, its plan and its settings."""
-        settings = (word for setting in self.overrides for word in ("--set", setting))
-        return (str(self.recipe), "--plan", str(self.plan), *settings)
+        return (str(self.recipe), "--plan", str(self.plan), *self.settings)
 
     @property
     def bucket(self) -> str | None:
