@@ -30,7 +30,7 @@ CORE: dict[str, list[str]] = {
         *("run/recipe.yaml", "--plan", "run/plan.json"),
         *("--image", "ours", "--claim", "shared", "--mount", "/"),
     ],
-    "launch skypilot": ["run/recipe.yaml", "--plan", "run/plan.json", "--run-dir", "s3://ours/run"],
+    "launch skypilot": ["run/recipe.yaml", "--plan", "run/plan.json", "--volume", "ours:/", "--run-dir", "/run"],
     "launch ray": ["run/recipe.yaml", "--plan", "run/plan.json"],
     "launch slurm": ["run/recipe.yaml", "--plan", "run/plan.json"],
     "init": [

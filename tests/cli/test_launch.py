@@ -1,5 +1,6 @@
-"""`mmtrain launch slurm` writes a job file that fits its plan."""
+"""`mmtrain launch slurm` and `launch ray` write files that fit their plan."""
 
+import ast
 import json
 import shutil
 import subprocess
@@ -148,6 +149,36 @@ def test_a_plan_for_other_settings_is_refused(write_job: WriteJob) -> None:
 def test_mounts_need_a_container(write_job: WriteJob) -> None:
     job = write_job("--mount", "/data:/data")
     assert (job.done.returncode, job.done.stderr.partition(":")[0]) == (2, "mmtrain")
+
+
+def test_the_script_for_ray_has_the_size_and_the_arguments_of_its_plan(
+    run_mmtrain: RunMmtrain, run_dir: Path, tmp_path: Path
+) -> None:
+    script, plan, recipe = tmp_path / "job.py", run_dir / PLAN_FILE, run_dir / RECIPE_FILE
+    odd = ("--set", "train.seed=0", "--run-dir", """runs/it's "ours" \\ ü""")
+    size = ("--ranks-per-node", "1", "--max-restarts", "7")
+    done = run_mmtrain("launch", "ray", recipe, "--plan", plan, *size, *odd, "--out", script)
+    assert done.stdout == f"{script} written, for 2 nodes with 1 rank each. Start it: python {script}\n"
+    constants: dict[str, object] = {}
+    for statement in ast.parse(script.read_text(encoding="utf-8")).body:
+        if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
+            constants[statement.targets[0].id] = ast.literal_eval(statement.value)
+    assert [constants[name] for name in ("NUM_NODES", "RANKS_PER_NODE", "USES_GPUS", "MAX_RESTARTS")] == [
+        2,
+        1,
+        False,
+        7,
+    ]
+    assert constants["ARGUMENTS"] == [str(recipe), "--plan", str(plan), *odd]
+
+
+@pytest.mark.parametrize("launcher", ["slurm", "ray"])
+def test_a_run_in_a_bucket_is_refused(run_mmtrain: RunMmtrain, run_dir: Path, tmp_path: Path, launcher: str) -> None:
+    words = ("--plan", run_dir / PLAN_FILE, "--run-dir", "s3://ours/x", "--out", tmp_path / "job")
+    done = run_mmtrain("launch", launcher, run_dir / RECIPE_FILE, *words)
+    assert done.returncode == 2
+    assert "--run-dir: s3://ours/x found, but runs write into a folder. Mount the bucket" in done.stderr
+    assert not (tmp_path / "job").exists()
 
 
 def sized(run_dir: Path, ranks: int, hardware: str) -> Plan:

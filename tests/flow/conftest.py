@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from mmtrain.data.synthetic.demo import generate_demo
-from tests.flow.runs import REPLICATED, request_for, run_all
+from tests.flow.runs import MANY_STEPS, REPLICATED, request_for, run_all
 
 
 @pytest.fixture(scope="session")
@@ -27,5 +27,13 @@ def unbroken_replicated(data: Path, tmp_path_factory: pytest.TempPathFactory) ->
 def unbroken(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("runs") / "unbroken"
     request = request_for(data, run_dir)
+    assert run_all(request, request) == ["", ""]
+    return run_dir
+
+
+@pytest.fixture(scope="session")
+def unbroken_long(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("runs") / "unbroken"
+    request = request_for(data, run_dir, f"train.steps={MANY_STEPS}")
     assert run_all(request, request) == ["", ""]
     return run_dir

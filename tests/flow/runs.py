@@ -24,6 +24,7 @@ from tests.plans import plan_recipe as planner
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "demo.yaml"
 NUM_STEPS, SAVE_EVERY = 6, 2
+MANY_STEPS = 30  # of a run that is still training when its first checkpoint is seen
 SMALL = [
     f"train.steps={NUM_STEPS}",
     f"train.checkpoint.every={SAVE_EVERY}",

@@ -13,13 +13,11 @@ import pytest
 from mmtrain.report import read_metrics
 from mmtrain.runtime.run_folder import read_run_state
 from tests.flow.launched import train_arguments
-from tests.flow.runs import assert_same_end, request_for, run_all
+from tests.flow.runs import MANY_STEPS, assert_same_end
 from tests.forked_command import run_forked
 from tests.waiting import MAX_WAIT_S, poll
 
 ROOT = Path(__file__).parents[2]
-NUM_STEPS = 30  # enough that the run is not over when its first checkpoint is seen
-LONGER = f"train.steps={NUM_STEPS}"
 NEW_START = "they meet at"  # rank 0 says so once in every start
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed (extra `dev`)"),
@@ -66,18 +64,10 @@ class RayJob:
             self.process.wait()
 
 
-@pytest.fixture(scope="module")
-def undisturbed(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run_dir = tmp_path_factory.mktemp("runs") / "undisturbed"
-    request = request_for(data, run_dir, LONGER)
-    assert run_all(request, request) == ["", ""]
-    return run_dir
-
-
-def written_script(data: Path, run_dir: Path, *options: str) -> Path:
+def written_script(data: Path, run_dir: Path) -> Path:
     """Plan for two ranks, and write the script of this plan."""
     plan, script = run_dir.parent / "plan.json", run_dir.parent / "job.py"
-    [_, _, recipe, _, _, *settings] = train_arguments(data, run_dir, "--set", LONGER, *options)
+    [_, _, recipe, _, _, *settings] = train_arguments(data, run_dir, "--set", f"train.steps={MANY_STEPS}")
     made = run_forked(run_dir.parent, "plan", recipe, *settings, "--out", str(plan))
     assert made.returncode == 0, made.stderr
     size = ("--ranks-per-node", "2", "--run-dir", str(run_dir), "--out", str(script), "--json")
@@ -87,7 +77,7 @@ def written_script(data: Path, run_dir: Path, *options: str) -> Path:
 
 
 @pytest.mark.slow
-def test_a_run_that_loses_a_worker_ends_as_an_undisturbed_one(data: Path, undisturbed: Path, tmp_path: Path) -> None:
+def test_a_run_that_loses_a_worker_ends_as_an_undisturbed_one(data: Path, unbroken_long: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     script = written_script(data, run_dir)
     with RayJob(script, tmp_path) as job:
@@ -97,8 +87,8 @@ def test_a_run_that_loses_a_worker_ends_as_an_undisturbed_one(data: Path, undist
         assert job.end() == 0, job.log.read_text()
     assert job.log.read_text().count(NEW_START) == 2
     assert read_run_state(run_dir)["status"] == "done"
-    assert [step["step"] for step in read_metrics(run_dir)] == list(range(1, NUM_STEPS + 1))
-    assert_same_end(run_dir, undisturbed, NUM_STEPS)
+    assert [step["step"] for step in read_metrics(run_dir)] == list(range(1, MANY_STEPS + 1))
+    assert_same_end(run_dir, unbroken_long, MANY_STEPS)
 
 
 @pytest.mark.long

@@ -13,12 +13,11 @@ from mmtrain.report import read_metrics
 from mmtrain.runtime.resilience.launch import free_port
 from mmtrain.runtime.run_folder import read_run_state
 from tests.flow.launched import train_arguments
-from tests.flow.runs import assert_same_end, request_for, run_all
+from tests.flow.runs import MANY_STEPS, assert_same_end
 from tests.forked_command import run_forked
 from tests.waiting import MAX_WAIT_S, poll
 
 ROOT = Path(__file__).parents[2]
-NUM_STEPS = 30  # enough that the run is not over when its first checkpoint is seen
 STATED_PORT = "--master-port 29500"  # another test may use it
 
 
@@ -63,11 +62,11 @@ class Nodes:
 
 
 @pytest.mark.slow
-def test_a_task_that_starts_again_after_a_lost_node_ends_as_an_undisturbed_one(data: Path, tmp_path: Path) -> None:
-    request = request_for(data, tmp_path / "undisturbed", f"train.steps={NUM_STEPS}")
-    assert run_all(request, request) == ["", ""]
+def test_a_task_that_starts_again_after_a_lost_node_ends_as_an_undisturbed_one(
+    data: Path, unbroken_long: Path, tmp_path: Path
+) -> None:
     run_dir, task = tmp_path / "run", tmp_path / "task.yaml"
-    [_, _, _, _, _, *settings] = train_arguments(data, run_dir, "--set", f"train.steps={NUM_STEPS}")
+    [_, _, _, _, _, *settings] = train_arguments(data, run_dir, "--set", f"train.steps={MANY_STEPS}")
     (tmp_path / "data").symlink_to(data)
     settings = [word.replace(f"{data}/", "data/") for word in settings]
     (tmp_path / "demo.yaml").write_text((ROOT / "recipes" / "demo.yaml").read_text())
@@ -86,5 +85,5 @@ def test_a_task_that_starts_again_after_a_lost_node_ends_as_an_undisturbed_one(d
         assert nodes.end() == [0, 0], nodes.logs[0].read_text()
     assert "resuming after step" in nodes.logs[0].read_text()
     assert read_run_state(run_dir)["status"] == "done"
-    assert [step["step"] for step in read_metrics(run_dir)] == list(range(1, NUM_STEPS + 1))
-    assert_same_end(run_dir, tmp_path / "undisturbed", NUM_STEPS)
+    assert [step["step"] for step in read_metrics(run_dir)] == list(range(1, MANY_STEPS + 1))
+    assert_same_end(run_dir, unbroken_long, MANY_STEPS)

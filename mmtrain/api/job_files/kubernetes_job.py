@@ -58,7 +58,8 @@ def kubernetes_job(request: JobRequest, recipe: Recipe, asked: KubernetesOptions
     if not asked.mount.startswith("/"):
         raise UserError(f"--mount: {asked.mount} found, but pods mount volumes at an absolute path, such as /workspace")
     remedy = f"Copy them to the volume of {asked.claim} at the same places, and start in that folder here"
-    folder = WorkerFolder(Path.cwd(), PurePosixPath(asked.mount), remedy)
+    mount = PurePosixPath(asked.mount)
+    folder = WorkerFolder(Path.cwd(), mount, mount, remedy)
     recipe_there, plan_there, run_dir = on_workers(request, recipe, folder)
     words = (recipe_there, "--plan", plan_there, *request.settings)
     write = _train_job if asked.kind == "trainjob" else _job_set

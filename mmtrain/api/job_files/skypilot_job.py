@@ -63,8 +63,10 @@ def skypilot_job(request: JobRequest, recipe: Recipe, asked: SkyPilotOptions) ->
     """
     plan, size = load_job(request, recipe)
     storage, run_dir = _storage(request, size, asked)
-    remedy = "SkyPilot copies the working folder alone: move them there, or use URLs for data"
-    folder = WorkerFolder(Path.cwd(), PurePosixPath(SYNCED_FOLDER), remedy)
+    synced = PurePosixPath(SYNCED_FOLDER)
+    mounted = next(map(PurePosixPath, storage.get("volumes", ())), synced)
+    remedy = "SkyPilot copies the working folder alone: move them there or to a --volume, or use URLs for data"
+    folder = WorkerFolder(Path.cwd(), synced, mounted, remedy)
     in_folder = JobRequest(request.recipe, request.overrides, request.plan, folder.here / "run", request.ranks_per_node)
     recipe_there, plan_there, _ = on_workers(in_folder, recipe, folder)
     words = (recipe_there, "--plan", plan_there, *request.settings)

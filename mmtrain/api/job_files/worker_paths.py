@@ -21,11 +21,12 @@ class WorkerFolder:
 
     here: Path  # the working folder
     there: PurePosixPath  # what the nodes have in its place
+    mounted: PurePosixPath  # a folder that has the same absolute path here and there; may be `there` itself
     remedy: str  # how to bring other files to the nodes
 
     def path(self, path: Path) -> str | None:
         """Return where a file of this machine lies on the nodes, relative to `there`; None if it does not."""
-        if path.is_absolute() and PurePosixPath(path.as_posix()).is_relative_to(self.there):
+        if path.is_absolute() and PurePosixPath(path.as_posix()).is_relative_to(self.mounted):
             return path.as_posix()
         relative = os.path.relpath(path, self.here)
         return None if relative.startswith("..") else Path(relative).as_posix()
