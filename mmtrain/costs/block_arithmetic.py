@@ -234,31 +234,46 @@ class MoeMlpArithmetic:
         self.mlp = mlp
 
     def gemms(self, tokens: int, tp: int) -> tuple[Gemm, ...]:
-        """Return the GEMMs with weights that one of `tp` ranks computes in forward: the experts', then the router's.
+        """Return the GEMMs with weights that one of `tp` ranks computes in forward.
 
-        A group of ranks scores all tokens on each rank.
+        These are the experts', then the router's, then those of a shared expert and its gate. A group of ranks scores
+        all tokens on each rank.
         """
         hidden, mlp = self.layer.hidden, self.mlp
         rows = tokens * mlp.top_k
         first = Gemm(rows, mlp.first_width // tp, hidden, mlp.held_experts)
-        return first, Gemm(rows, hidden, mlp.expert_ffn // tp, mlp.held_experts), Gemm(tokens, mlp.experts, hidden)
+        second = Gemm(rows, hidden, mlp.expert_ffn // tp, mlp.held_experts)
+        of_mixture = (first, second, Gemm(tokens, mlp.experts, hidden))
+        if not mlp.shared_ffn:
+            return of_mixture
+        shared_ffn = mlp.shared_ffn // tp
+        of_shared = (Gemm(tokens, 2 * shared_ffn, hidden), Gemm(tokens, hidden, shared_ffn))
+        return (*of_mixture, *of_shared, *(Gemm(tokens, 1, hidden),) * mlp.shared_gate)
 
     def num_parameters(self) -> PartParameters:
         """Return the number of parameters."""
         hidden, mlp = self.layer.hidden, self.mlp
-        return PartParameters(mlp.held_experts * (mlp.first_width + mlp.expert_ffn) * hidden, mlp.experts * hidden)
+        divided = mlp.held_experts * (mlp.first_width + mlp.expert_ffn) * hidden + 3 * mlp.shared_ffn * hidden
+        return PartParameters(divided, (mlp.experts + mlp.shared_gate) * hidden + mlp.experts * mlp.router.has_bias)
 
     def saved(self) -> SavedWidths:
         """Return what it keeps of a token: for each of its experts a copy of the input, the inner widths, the output.
 
-        The router keeps all probabilities in fp32, as they are and sorted, and their order; besides, the places of the
-        token's rows.
+        The router keeps all scores in fp32, which experts it chose, and their weights before and after these are
+        divided; besides, the places of the token's rows. Each of its losses keeps as many numbers as there are scores.
+        A shared expert keeps its inner widths, and its output where a gate multiplies it.
         """
-        mlp = self.mlp
+        mlp, router = self.mlp, self.mlp.router
         inner = mlp.first_width + mlp.expert_ffn * (1 - self.layer.recomputes_activation)
-        fixed_bytes = (2 * FP32_BYTES + INDEX_BYTES) * mlp.experts + (FP32_BYTES + INDEX_BYTES) * mlp.top_k
+        of_shared = mlp.shared_ffn * (3 - self.layer.recomputes_activation)
+        num_kept = 1 + (router.z_loss > 0) + (router.balance_loss > 0)  # logits, and loads of experts
+        fixed_bytes = num_kept * FP32_BYTES * mlp.experts + 2 * (FP32_BYTES + INDEX_BYTES) * mlp.top_k
+        fixed_bytes += FP32_BYTES * router.normalizes + 4 * FP32_BYTES * router.reads_samples
         num_copies = 2 if mlp.ep == 1 else 3  # rows that return from other ranks have a place of their own
-        return SavedWidths(mlp.top_k * inner, num_copies * mlp.top_k * self.layer.hidden, fixed_bytes)
+        gated = (self.layer.hidden + 1) * mlp.shared_gate
+        return SavedWidths(
+            mlp.top_k * inner + of_shared, num_copies * mlp.top_k * self.layer.hidden + gated, fixed_bytes
+        )
 
     def read_by_weight_gradients(self, tp: int) -> dict[str, int]:
         """Return, by module, the numbers that a rank keeps of a token only for gradients of the module's weights."""
@@ -266,12 +281,13 @@ class MoeMlpArithmetic:
         widths = {"mlp.experts.linear_fc1": mlp.top_k * self.layer.hidden}
         if not self.layer.recomputes_activation:
             widths["mlp.experts.linear_fc2"] = mlp.top_k * mlp.expert_ffn // tp
+            widths["mlp.shared.linear_fc2"] = mlp.shared_ffn // tp
         return widths
 
     @property
     def inner_width(self) -> int:
         """Numbers that the activation functions make of a token, in all of its experts."""
-        return self.mlp.top_k * self.mlp.expert_ffn
+        return self.mlp.top_k * self.mlp.expert_ffn + self.mlp.shared_ffn
 
     @property
     def copied_width(self) -> int:
@@ -282,7 +298,7 @@ class MoeMlpArithmetic:
     def elementwise_width(self) -> int:
         """How many numbers the activation functions read and write for a token, in all of its experts."""
         mlp = self.mlp
-        return mlp.top_k * (mlp.first_width + mlp.expert_ffn)
+        return mlp.top_k * (mlp.first_width + mlp.expert_ffn) + 3 * mlp.shared_ffn
 
 
 MixerArithmetic: TypeAlias = AttentionArithmetic

@@ -18,6 +18,17 @@ MOE: dict[str, Any] = {
     "model__llm__qk_norm": True,
 }
 UNNORMALIZED: dict[str, Any] = {"model__llm__moe": {"experts": 3, "top_k": 1, "ffn": 12, "normalize": False}}
+# What DeepSeek-V3 and GLM-4.5 do, with losses of the router, and with a gate; the first block is dense.
+SHARED: dict[str, Any] = {
+    "model__llm__moe": {
+        "experts": 6, "top_k": 2, "ffn": 16, "dense_blocks": (0,), "shared_ffn": 20, "shared_gate": True,
+        "scores": "sigmoid", "selection_bias": True, "selection_bias_rate": 0.05, "groups": 3, "top_groups": 2,
+        "weight_scale": 1.5, "balance_loss": 0.3, "z_loss": 0.02,
+    }
+}  # fmt: skip
+LOSSES: dict[str, Any] = {
+    "model__llm__moe": {"experts": 6, "top_k": 2, "ffn": 16, "shared_ffn": 12, "balance_loss": 0.3, "z_loss": 0.02}
+}
 
 # name -> (recipe changes, meshes). LLM layers: 0 embedding, 1-3 blocks, 4 head.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Mesh]]] = {
@@ -42,6 +53,22 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Mesh]]] = {
         {"vision": Mesh((), (0, 1), dp=2), "llm": Mesh((), (0, 1), dp=2)},
     ),
     "shared sequences": (MOE, {"vision": Mesh((), (0,)), "llm": Mesh((), (1, 2), cp=2, split="even")}),
+    "shared expert and losses, dp2 pp2 vpp2": (
+        SHARED,
+        {"vision": Mesh((), (0,)), "llm": Mesh((1, 2, 3), (1, 2, 3, 4), dp=2, vpp=2)},
+    ),
+    "shared expert and losses, shared sequences": (
+        SHARED,
+        {"vision": Mesh((), (0,)), "llm": Mesh((), (1, 2), cp=2, split="even")},
+    ),
+    "shared expert and losses, ring, tp2, activations again": (
+        LOSSES | {"parallel__llm__recompute": "selective"},
+        {"vision": Mesh((), (0,)), "llm": Mesh((), (0, 1, 2, 3), cp=2, tp=2, sp=True, method="ring", split="even")},
+    ),
+    "shared expert and losses, a router frozen with its bias": (
+        SHARED | {"train__freeze": ("llm.layers.2.mlp.router.*", "llm.layers.3.mlp.router.selection.bias")},
+        {"vision": Mesh((), (0,)), "llm": Mesh((2,), (1, 2))},
+    ),
 }
 ORDERED: dict[str, tuple[dict[str, Any], dict[str, Mesh], dict[int, Any]]] = {
     "in parts, tp2 with slices of tokens, recomputed": (
@@ -54,6 +81,11 @@ ORDERED: dict[str, tuple[dict[str, Any], dict[str, Mesh], dict[int, Any]]] = {
     ),
     "in parts, tp2": (
         UNNORMALIZED,
+        {"vision": Mesh((), (0, 1), tp=2), "llm": Mesh((), (0, 1), tp=2)},
+        {0: TOGETHER, 1: TOGETHER},
+    ),
+    "in parts, tp2, shared expert and losses": (
+        SHARED,
         {"vision": Mesh((), (0, 1), tp=2), "llm": Mesh((), (0, 1), tp=2)},
         {0: TOGETHER, 1: TOGETHER},
     ),
@@ -75,9 +107,9 @@ def test_a_mixture_in_pieces_computes_what_one_process_does(case: str) -> None:
     assert_equals_one_process(settings, plan(settings, "explicit", order, **meshes))
 
 
-@pytest.mark.parametrize("recompute", [(), ALL])
-def test_a_sharded_mixture_computes_what_one_process_does(recompute: tuple[int, ...]) -> None:
-    settings = recipe(**MOE)
+@pytest.mark.parametrize(("changes", "recompute"), [(SHARED, ()), (MOE, ALL)])
+def test_a_sharded_mixture_computes_what_one_process_does(changes: dict[str, Any], recompute: tuple[int, ...]) -> None:
+    settings = recipe(**changes)
     assert_equals_one_process(settings, replicated(settings, 2, 2, recompute, "all"), texts_between=True)
 
 
@@ -99,6 +131,13 @@ EXPERT_PARALLEL: dict[str, tuple[dict[str, Any], dict[str, Mesh]]] = {
     "ep3 pp2, experts frozen but one": (
         SIX_EXPERTS | {"train__freeze": ("llm.layers.*.mlp.experts.[1-5].*",), "train__global_batch": 6},
         {"vision": Mesh((), (0,)), "llm": Mesh((2,), tuple(range(1, 7)), dp=3, ep=3)},
+    ),
+    "ep2 of dp2, tp2 with slices of tokens, shared expert and losses, recomputed": (
+        SHARED,
+        {
+            "vision": Mesh((), (0, 1), tp=2, sp=True),
+            "llm": Mesh((), (0, 1, 2, 3), tp=2, dp=2, ep=2, sp=True, recompute=(1, 3)),
+        },
     ),
     "ep2 of cp2": (SIX_EXPERTS, {"vision": Mesh((), (0,)), "llm": Mesh((), (1, 2), cp=2, split="even", ep=2)}),
     "ep4 of dp2 cp2": (

@@ -22,7 +22,7 @@ from mmtrain.models.attention.packed_sequences import PackedSequences
 from mmtrain.models.kernels.elementwise import activate, activate_gated
 from mmtrain.models.kernels.liger import add_and_rms_norm
 from mmtrain.models.megatron.block_parts import add_to_residual
-from mmtrain.models.megatron.experts import ExpertMlp, Routing
+from mmtrain.models.megatron.experts import ExpertMlp, Routing, SharedInner
 from mmtrain.models.megatron.parallel_groups import ParallelGroups
 from mmtrain.models.shapes.layer_shape import BLOCK_PIECES, MLP_CHUNK_TOKENS
 
@@ -155,24 +155,31 @@ def _mlp(block: Any, packing: PackedSequences, x: Tensor) -> Tensor:
 
 
 def _up(block: Any, packing: PackedSequences, hidden: Tensor, x: Tensor) -> BlockState:
-    routing: BlockState = ()
-    if isinstance(block.mlp, ExpertMlp):
-        inner, routing = block.mlp.up(x)
-    else:
+    if not isinstance(block.mlp, ExpertMlp):
         inner = block.mlp.linear_fc1(x)[0]
-    if block.recomputes_activation:
-        return hidden, inner, *routing
-    return hidden, _apply_activation(block, inner), *routing
+        return hidden, inner if block.recomputes_activation else _apply_activation(block, inner)
+    inner, routing, shared = block.mlp.up(x, packing)
+    if not block.recomputes_activation:
+        inner = _apply_activation(block, inner)
+        if block.mlp.shared is not None:
+            shared = shared._replace(inner=_apply_activation(block, shared.inner))
+    return hidden, inner, *routing, *shared
 
 
 def _down(block: Any, packing: PackedSequences, hidden: Tensor, x: Tensor, *routing: Tensor) -> BlockState:
-    def run(activated: Tensor) -> Tensor:
-        if isinstance(block.mlp, ExpertMlp):
-            return block.mlp.down(activated, Routing(*routing))
-        out: Tensor = block.mlp.linear_fc2(activated)[0]
-        return out
+    if not isinstance(block.mlp, ExpertMlp):
+        return hidden, _run_activated(block, x, lambda activated: block.mlp.linear_fc2(activated)[0])
+    of_experts, shared = Routing(*routing[: len(Routing._fields)]), SharedInner(*routing[len(Routing._fields) :])
+    outputs = _run_activated(block, x, lambda activated: block.mlp.down(activated, of_experts))
+    if block.mlp.shared is not None:
+        gate = shared.gate
+        outputs = outputs + _run_activated(block, shared.inner, lambda inner: block.mlp.down_shared(inner, gate))
+    return hidden, block.mlp.reduction(outputs)
 
-    return hidden, _activate_again_in_backward(block, x, run) if block.recomputes_activation else run(x)
+
+def _run_activated(block: Any, x: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
+    """Compute `run` of what the activation function made, or makes now where backward makes it again."""
+    return _activate_again_in_backward(block, x, run) if block.recomputes_activation else run(x)
 
 
 def _apply_activation(block: Any, inner: Tensor) -> Tensor:

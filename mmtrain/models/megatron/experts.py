@@ -26,8 +26,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from mmtrain.models.attention.packed_sequences import PackedSequences
 from mmtrain.models.megatron.lora import ColumnLinear, RowLinear
 from mmtrain.models.megatron.parallel_groups import ParallelGroups
+from mmtrain.models.megatron.router import Router
 from mmtrain.models.shapes.layer_shape import MoeMlp
 
 
@@ -40,47 +42,38 @@ class Routing(NamedTuple):
     arrival: Tensor  # int64: places of rows that arrived from the group, those of the first expert first; else empty
 
 
-class Router(nn.Module):
-    """Scores of all experts for each token, and the choice of the best."""
+class SharedInner(NamedTuple):
+    """What the shared expert makes of tokens before its last linear, empty where there is none."""
 
-    def __init__(self, mlp: MoeMlp, config: TransformerConfig) -> None:
-        """Create an uninitialized matrix, which every rank of the TP group holds."""
-        super().__init__()
-        self.top_k, self.normalizes = mlp.top_k, mlp.normalized_scores
-        self.weight = nn.Parameter(torch.empty(mlp.experts, config.hidden_size, dtype=config.params_dtype))
-        # Outputs of experts, and so gradients of their weights, are summands on each rank of the group.
-        self.weight.sequence_parallel = config.tensor_model_parallel_size > 1  # type: ignore[attr-defined]
-
-    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Choose the experts of tokens (T, hidden): the most probable, of equals the first ones.
-
-        Probabilities are computed in fp32; weights have the precision of the tokens.
-
-        Returns:
-            Weights (T, top_k) and numbers (T, top_k) of each token's experts.
-        """
-        probabilities = F.linear(tokens, self.weight).softmax(dim=-1, dtype=torch.float32)
-        # Unlike `topk`, a stable sort takes the same one of equals on every rank and device.
-        sorted_weights, sorted_experts = probabilities.sort(dim=-1, descending=True, stable=True)
-        weights = sorted_weights[:, : self.top_k]
-        if self.normalizes:
-            weights = weights / weights.sum(dim=-1, keepdim=True)
-        return weights.to(tokens.dtype), sorted_experts[:, : self.top_k]
+    inner: Tensor  # (T, 2 * ffn / tp); behind the activation function (T, ffn / tp)
+    gate: Tensor  # (T, 1) the score whose sigmoid multiplies its output; empty without a gate
 
 
 class Expert(nn.Module):
     """The two linears of an expert. Its caller communicates what they need of other ranks."""
 
-    def __init__(self, mlp: MoeMlp, config: TransformerConfig, groups: ParallelGroups) -> None:
-        """Create uninitialized weights, or this rank's shard of them."""
+    def __init__(self, ffn: int, config: TransformerConfig, groups: ParallelGroups) -> None:
+        """Create uninitialized weights, or this rank's shard of them, for an inner width of `ffn`."""
         super().__init__()
         arguments = {"config": config, "init_method": None, "bias": False, "tp_group": groups.tp}
-        self.linear_fc1 = ColumnLinear(config.hidden_size, mlp.first_width, **arguments)
-        self.linear_fc2 = RowLinear(
-            mlp.expert_ffn, config.hidden_size, input_is_parallel=True, skip_bias_add=True, **arguments
-        )
+        self.linear_fc1 = ColumnLinear(config.hidden_size, 2 * ffn, **arguments)  # gates and values
+        self.linear_fc2 = RowLinear(ffn, config.hidden_size, input_is_parallel=True, skip_bias_add=True, **arguments)
         for linear in (self.linear_fc1, self.linear_fc2):
             linear.explicit_expert_comm = True
+
+
+class SharedGate(nn.Module):
+    """The linear that scores how much a token needs of the shared expert."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        """Create an uninitialized matrix of one row, which every rank of the TP group holds."""
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(1, config.hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.tensor_model_parallel_size > 1  # type: ignore[attr-defined]
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Score tokens (T, hidden): (T, 1)."""
+        return F.linear(tokens, self.weight)
 
 
 class _TokenCommunication(nn.Module):
@@ -119,7 +112,7 @@ class TokenReduction(_TokenCommunication):
 
 
 class ExpertMlp(nn.Module):
-    """The mixture: router and experts. A block calls `up` and `down`."""
+    """The mixture: router, experts and a shared expert. A block calls `up`, then `down`, then `reduction`."""
 
     def __init__(self, mlp: MoeMlp, config: TransformerConfig, groups: ParallelGroups) -> None:
         """Build uninitialized modules."""
@@ -127,30 +120,49 @@ class ExpertMlp(nn.Module):
         self.top_k, self.num_experts, self.ep_group = mlp.top_k, mlp.experts, groups.ep
         self.gather = TokenGather(config, groups)
         self.router = Router(mlp, config)
+        self.shared = Expert(mlp.shared_ffn, config, groups) if mlp.shared_ffn else None
+        self.shared_gate = SharedGate(config) if mlp.shared_gate else None
         held = held_experts(mlp.experts, groups)
-        self.experts = nn.ModuleDict({str(number): Expert(mlp, config, groups) for number in held})
+        self.experts = nn.ModuleDict({str(number): Expert(mlp.expert_ffn, config, groups) for number in held})
         self.reduction = TokenReduction(config, groups)
 
-    def up(self, hidden: Tensor) -> tuple[Tensor, Routing]:
+    def up(self, hidden: Tensor, packing: PackedSequences) -> tuple[Tensor, Routing, SharedInner]:
         """Compute the inner widths (rows, 2 * ffn / tp) of tokens (T, 1, hidden), in the order of their experts."""
         tokens = self.gather(hidden).squeeze(1)
-        weights, experts = self.router(tokens)
+        weights, experts = self.router(tokens, packing)
         order = experts.flatten().argsort(stable=True)
         counts, arrival = self._count_rows(experts), order.new_empty(0)
         rows = _copy_rows(tokens, order, self.top_k)
         if self.ep_group is not None:
             arrival = _arrival_order(counts, self.ep_group).to(rows.device)
             rows = _copy_rows(_Exchange(counts, self.ep_group).send(rows), arrival)
-        return self._run("linear_fc1", rows, counts), Routing(weights, order, counts, arrival)
+        inner = self._run("linear_fc1", rows, counts)
+        return inner, Routing(weights, order, counts, arrival), self._up_shared(tokens)
 
     def down(self, activated: Tensor, routing: Routing) -> Tensor:
-        """Return the weighted sums (T, 1, hidden) of what the experts make of rows (rows, ffn / tp)."""
+        """Return the weighted sums (T, 1, hidden) of what the experts make of rows (rows, ffn / tp), on this rank."""
         rows = self._run("linear_fc2", activated, routing.counts)
         if self.ep_group is not None:
             rows = _Exchange(routing.counts, self.ep_group).send_back(_return_rows(rows, routing.arrival))
         of_tokens = _return_rows(rows, routing.order)
         outputs = (of_tokens.view(-1, self.top_k, of_tokens.shape[1]) * routing.weights.unsqueeze(-1)).sum(dim=1)
-        return cast(Tensor, self.reduction(outputs.unsqueeze(1)))
+        return outputs.unsqueeze(1)
+
+    def _up_shared(self, tokens: Tensor) -> SharedInner:
+        inner = gate = tokens.new_empty(0)
+        if self.shared is not None:
+            inner = self.shared.linear_fc1(tokens)[0]
+        if self.shared_gate is not None:
+            gate = self.shared_gate(tokens)
+        return SharedInner(inner, gate)
+
+    def down_shared(self, activated: Tensor, gate: Tensor) -> Tensor:
+        """Return what the shared expert makes of (T, ffn / tp), as (T, 1, hidden) on this rank."""
+        assert self.shared is not None, "the caller asks where there is one"
+        output: Tensor = self.shared.linear_fc2(activated)[0]
+        if self.shared_gate is not None:
+            output = output * gate.sigmoid()
+        return output.unsqueeze(1)
 
     def _count_rows(self, experts: Tensor) -> Tensor:
         """Return how many rows each rank of the expert-parallel group has for each expert, on the host."""

@@ -19,12 +19,13 @@ from mmtrain.models.shapes.layer_shape import (
     LayerShape,
     MoeMlp,
     OffloadMode,
+    RouterShape,
     adaptable_linears,
     num_pieces,
 )
 from mmtrain.models.shapes.loss_chunks import LossSizes
 from mmtrain.models.shapes.unit_shape import UnitShape
-from mmtrain.recipe.settings.llm_settings import LlmSettings
+from mmtrain.recipe.settings.llm_settings import LlmSettings, MoeSettings
 from mmtrain.recipe.settings.schema import Recipe
 
 __all__ = [
@@ -203,7 +204,7 @@ def _llm_layers(settings: LlmSettings, num_added: int, num_queries: int) -> tupl
     windowed = replace(block, mixer=replace(attention, window=settings.window or 0))
     blocks = [block if i in settings.full_attention_blocks else windowed for i in range(settings.layers)]
     if (moe := settings.moe) is not None:
-        mixture = MoeMlp(moe.experts, moe.top_k, moe.ffn, moe.normalize)
+        mixture = _mixture(moe)
         blocks = [shape if i in moe.dense_blocks else replace(shape, mlp=mixture) for i, shape in enumerate(blocks)]
     for i in range(num_added):
         blocks[i] = replace(blocks[i], carried_in=num_added - i, carried_out=num_added - i - 1)
@@ -216,3 +217,18 @@ def _llm_layers(settings: LlmSettings, num_added: int, num_queries: int) -> tupl
         zero_centered_norms=settings.zero_centered_norms,
     )
     return (embedding, *blocks, head)
+
+
+def _mixture(moe: MoeSettings) -> MoeMlp:
+    """Describe a mixture of experts."""
+    router = RouterShape(
+        scores=moe.scores,
+        normalizes=moe.normalize,
+        weight_scale=moe.weight_scale,
+        has_bias=moe.selection_bias,
+        groups=moe.groups,
+        top_groups=moe.top_groups,
+        balance_loss=moe.balance_loss,
+        z_loss=moe.z_loss,
+    )
+    return MoeMlp(moe.experts, moe.top_k, moe.ffn, moe.shared_ffn or 0, moe.shared_gate, router=router)

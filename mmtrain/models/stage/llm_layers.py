@@ -51,7 +51,8 @@ class TextContext:
         else:
             axes = tuple(rotary_axes(sections, self.settings.rope_interleaved))
             rope = rotate_by_axes(position_ids, axes, rotation, self.dtype)
-        return PackedSequences(self._layout, rope, self.inputs.kv_cache, self.context_attention)
+        weight = self.inputs.token_weight
+        return PackedSequences(self._layout, rope, self.inputs.kv_cache, self.context_attention, token_weight=weight)
 
     @cached_property
     def context_attention(self) -> SharedAttention | None:

@@ -13,6 +13,7 @@ from mmtrain.data.index.sample_sources import SampleSources
 from mmtrain.data.loading.batch_builder import StepData
 from mmtrain.data.loading.payload import PayloadNeed
 from mmtrain.models.build_stage import StageOptions, build_stage, build_stage_without_weights
+from mmtrain.models.megatron.selection_biases import SelectionBiases
 from mmtrain.models.megatron.zero_adamw import BucketNumber, LocalParam, ZeroAdamW
 from mmtrain.models.optim import parameter_specs
 from mmtrain.models.optim.parameter_specs import WeightSource
@@ -164,7 +165,8 @@ def build_rank_context(
     transport = Transport(world.rank, groups, widths, sequence_parallel, world.device, dtype, readers)
     units = build_units(recipe, model, graph, transport, sequence_parallel, pretrained)
     unit_optimizers = {name: _optimizer_of(recipe, unit, world, graph) for name, unit in units.items()}
-    optimizer = Optimizer(unit_optimizers, recipe.train.optimizer, world, groups.tied_embeddings)
+    biases = _selection_biases(recipe, units)
+    optimizer = Optimizer(unit_optimizers, recipe.train.optimizer, world, groups.tied_embeddings, biases)
     if pretrained is not None:
         optimizer.start_masters(pretrained)
     broker = Broker(graph, actions, transport, send_window(program), activity)
@@ -335,6 +337,14 @@ def _optimizer_of(recipe: Recipe, unit: UnitRunner, world: World, graph: StageGr
         return build_unit_optimizer(recipe, unit, world, starts)
     dense = build_unit_optimizer(recipe, unit, world, starts, lambda name: not is_of_expert(name))
     return JoinedOptimizers([dense, build_unit_optimizer(recipe, unit, world, starts, is_of_expert)])
+
+
+def _selection_biases(recipe: Recipe, units: Mapping[str, UnitRunner]) -> list[SelectionBiases]:
+    """Return what updates the selection biases of the LLM's routers on this rank, if the recipe has a rate for it."""
+    moe = recipe.model.llm.moe
+    if moe is None or not moe.selection_bias_rate or LLM not in units:
+        return []
+    return [SelectionBiases(units[LLM].stages.values(), units[LLM].groups.dp, moe.selection_bias_rate)]
 
 
 def build_unit_optimizer(
