@@ -1,14 +1,18 @@
 """Mixtures of experts compute under any plan what one process does sample by sample."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from tests.distributed import run_ranks
 from tests.flow.cases import Mesh, plan, recipe
 from tests.flow.cells import ADAPTED
 from tests.flow.equality import assert_equals_one_process
+from tests.flow.gather import whole
 from tests.flow.orders import PIPELINE, TOGETHER
-from tests.flow.test_replicated import replicated
+from tests.flow.test_replicated import change_plan, replicated
 from tests.tiers import mostly_long
 
 ALL = (0, 1, 2, 3, 4)
@@ -152,3 +156,19 @@ def test_ranks_that_share_experts_compute_what_one_process_does(case: str) -> No
     changes, meshes = EXPERT_PARALLEL[case]
     settings = recipe(**changes)
     assert_equals_one_process(settings, plan(settings, **meshes), texts_between=True)
+
+
+@pytest.mark.slow  # 4 s
+def test_selection_biases_are_saved_and_go_over_to_another_plan(tmp_path: Path) -> None:
+    settings = recipe(**SHARED)
+    first = plan(settings, vision=Mesh((), (0,)), llm=Mesh((), (0, 1), dp=2, ep=2))
+    ranks = run_ranks(2, change_plan, settings, first, replicated(settings, 2, 2), tmp_path)
+    losses, next_losses = (sum(rank[i] for rank in ranks) for i in (0, 1))
+    assert next_losses == pytest.approx(losses, rel=1e-6)
+    saved = whole([piece for rank in ranks for piece in rank[2]])
+    biases = [saved[f"llm.layers.{block}.mlp.router.selection.bias"] for block in (2, 3)]  # the first block is dense
+    rate = settings.model.llm.moe.selection_bias_rate if settings.model.llm.moe else 0.0
+    for bias in biases:
+        assert bias.dtype == torch.float32
+        assert set(bias.sign().tolist()) >= {-1.0, 1.0}, "some experts had more tokens than others"
+        assert torch.allclose(bias.abs(), rate * bias.sign().abs())
