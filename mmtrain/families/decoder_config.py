@@ -11,6 +11,7 @@ _ARCHITECTURES = {
     "gemma3_text": "Gemma3ForCausalLM",
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
+    "mixtral": "MixtralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
@@ -42,14 +43,14 @@ def decoder_config(model: NewModel) -> dict[str, Any]:
         config["rope_scaling"] = rope_scaling_config(scaling)
     if model_type == "gemma3_text":
         return config | _gemma_config(llm)
-    return config | {"hidden_act": "silu"} | _window_config(llm, model_type) | _moe_config(llm)
+    return config | {"hidden_act": "silu"} | _window_config(llm, model_type) | _moe_config(llm, model_type)
 
 
 def _model_type(llm: Settings) -> str:
     if llm["zero_centered_norms"]:
         return "gemma3_text"
     if llm["moe"] is not None:
-        return "qwen3_moe"
+        return "qwen3_moe" if llm["qk_norm"] else "mixtral"
     if llm["qk_norm"]:
         return "qwen3"
     if llm["qkv_bias"]:
@@ -57,10 +58,13 @@ def _model_type(llm: Settings) -> str:
     return "llama" if llm["window"] is None else "mistral"
 
 
-def _moe_config(llm: Settings) -> dict[str, Any]:
+def _moe_config(llm: Settings, model_type: str) -> dict[str, Any]:
     moe = llm["moe"]
     if moe is None:
         return {}
+    if model_type == "mixtral":
+        sizes = {"num_local_experts": moe["experts"], "num_experts_per_tok": moe["top_k"]}
+        return {**sizes, "intermediate_size": moe["ffn"]}
     return {
         "num_experts": moe["experts"],
         "num_experts_per_tok": moe["top_k"],
@@ -72,7 +76,7 @@ def _moe_config(llm: Settings) -> dict[str, Any]:
 
 
 def _window_config(llm: Settings, model_type: str) -> dict[str, Any]:
-    if model_type == "mistral":
+    if model_type in ("mistral", "mixtral"):
         return {"sliding_window": llm["window"]}
     if llm["window"] is None:
         return {}

@@ -237,6 +237,7 @@ GEMMA = {
         ("qwen2", {"qkv_bias": True, "rope_scaling": YARN}),
         ("qwen3", {"qk_norm": True, "window": 16, "full_attention_blocks": (1,)}),
         ("mistral", {"window": 16}),
+        ("mixtral", {"moe": {"experts": 4, "top_k": 2, "ffn": 64}, "ffn": 64}),
         ("gemma3_text", GEMMA),
         ("gemma3_text", GEMMA | {"window": 16, "window_rope_base": 100.0, "query_scale": 7.0}),
     ],

@@ -223,6 +223,13 @@ class LlmSettings(UnitSettings):
         "Qwen2-VL, arXiv 2409.12191). Features of an image have the position of the text before it, plus their place "
         "in the image. Their sum is half the width of a head. Default: one position for each token.",
     )
+    rope_width: PositiveInt | None = setting(
+        None,
+        affects={"resume"},
+        added_later=True,
+        description="Features of a head that rotary positions turn, an even number; others stay as they are (GLM-4.5 "
+        "turns half of them). Default: all.",
+    )
     rope_interleaved: bool = setting(
         False,
         affects={"resume"},
@@ -311,6 +318,8 @@ class LlmSettings(UnitSettings):
             problems.append("window_rope_base: without `window` no block has one; remove it")
         if self.window_rope_base is not None and self.rope_sections is not None:
             problems.append("window_rope_base cannot be combined with rope_sections; remove one of them")
+        if self.rope_width is not None:
+            problems += self._rope_width_problems(self.rope_width)
         if self.rope_interleaved and self.rope_sections is None:
             problems.append("rope_interleaved is set, but there are no rope_sections to interleave; remove it")
         if max(self.full_attention_blocks, default=0) >= self.layers:
@@ -321,6 +330,13 @@ class LlmSettings(UnitSettings):
         if self.moe is not None:
             problems += self._moe_problems(self.moe)
         return self._without(problems)
+
+    def _rope_width_problems(self, width: int) -> Iterator[str]:
+        head_dim = self.head_dim or self.hidden // self.heads
+        if width % 2 or width > head_dim:
+            yield f"rope_width: found {width}, allowed: an even number up to head_dim, {head_dim}"
+        if self.rope_scaling is not None and self.rope_scaling.kind == "yarn":
+            yield "rope_width: `yarn` would scale features that do not turn; use another kind of rope_scaling"
 
     def _moe_problems(self, moe: MoeSettings) -> Iterator[str]:
         last = max(moe.dense_blocks, default=0)

@@ -271,6 +271,8 @@ def _narrow_llm(settings: LlmSettings, tp: int, width: int) -> dict[str, Any]:
         divisor = math.gcd(*settings.rope_sections)
         sections = tuple(pairs // divisor for pairs in settings.rope_sections)
         narrow |= {"rope_sections": sections, "head_dim": 2 * sum(sections)}
+    if settings.rope_width is not None:
+        narrow |= {"rope_width": narrow["head_dim"], "head_dim": 2 * narrow["head_dim"]}
     return narrow
 
 
