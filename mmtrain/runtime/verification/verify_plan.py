@@ -189,9 +189,10 @@ def _run_alone(shared: _Verified, address: Address) -> None:
         return _with_small_ids(builder.build(meta), recipe)
 
     batches = [shared.batch(step) for step in range(shared.num_steps)]
-    steps = [
-        alone.step(batch.sample_id.tolist(), loss_scales(recipe, batch), partial(load, batch.step)) for batch in batches
-    ]
+    steps = []
+    for batch in batches:
+        scales, num_tokens = loss_scales(recipe, batch), int(batch.tokens.sum())
+        steps.append(alone.step(batch.sample_id.tolist(), scales, num_tokens, partial(load, batch.step)))
     torch.save(steps, shared.expected_file)
     leave()
 
