@@ -13,6 +13,7 @@ _ARCHITECTURES = {
     "mistral": "MistralForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
 }
@@ -50,7 +51,9 @@ def _model_type(llm: Settings) -> str:
     if llm["zero_centered_norms"]:
         return "gemma3_text"
     if llm["moe"] is not None:
-        return "qwen3_moe" if llm["qk_norm"] else "mixtral"
+        if llm["qk_norm"]:
+            return "qwen3_moe"
+        return "qwen2_moe" if llm["moe"]["shared_gate"] else "mixtral"
     if llm["qk_norm"]:
         return "qwen3"
     if llm["qkv_bias"]:
@@ -65,7 +68,9 @@ def _moe_config(llm: Settings, model_type: str) -> dict[str, Any]:
     if model_type == "mixtral":
         sizes = {"num_local_experts": moe["experts"], "num_experts_per_tok": moe["top_k"]}
         return {**sizes, "intermediate_size": moe["ffn"]}
+    of_qwen2 = {"shared_expert_intermediate_size": moe["shared_ffn"], "qkv_bias": llm["qkv_bias"]}
     return {
+        **(of_qwen2 if model_type == "qwen2_moe" else {}),
         "num_experts": moe["experts"],
         "num_experts_per_tok": moe["top_k"],
         "moe_intermediate_size": moe["ffn"],

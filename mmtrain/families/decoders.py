@@ -167,7 +167,10 @@ def _mixture_weights(
     if moe["selection_bias"]:
         yield as_is(f"{ours}router.selection.bias", f"{theirs}gate.e_score_correction_bias", (moe["experts"],))
     if moe["shared_ffn"] is not None:
-        yield from _gated_mlp_weights(f"{ours}shared.", f"{theirs}shared_experts.", (moe["shared_ffn"], hidden))
+        shared = "shared_expert" if moe["shared_gate"] else "shared_experts"  # of Qwen2, which has a gate; of GLM
+        yield from _gated_mlp_weights(f"{ours}shared.", f"{theirs}{shared}.", (moe["shared_ffn"], hidden))
+    if moe["shared_gate"]:
+        yield as_is(f"{ours}shared_gate.weight", f"{theirs}shared_expert_gate.weight", (1, hidden))
     shape, experts = (moe["ffn"], hidden), f"{theirs}experts."
     for expert in range(moe["experts"]):
         name = f"{ours}experts.{expert}."

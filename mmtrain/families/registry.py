@@ -23,7 +23,7 @@ from mmtrain.families.qwen2_5_vl import QWEN2_5_VL
 from mmtrain.families.qwen2_audio import QWEN2_AUDIO
 from mmtrain.families.qwen2_vl import QWEN2_VL
 from mmtrain.families.qwen3_vl import QWEN3_VL, QWEN3_VL_MOE
-from mmtrain.families.text_decoders import LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE
+from mmtrain.families.text_decoders import LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from mmtrain.plugins import find_plugin, installed_plugins
 
 FAMILIES: dict[str, Family] = {
@@ -40,6 +40,7 @@ FAMILIES: dict[str, Family] = {
         MISTRAL,
         MIXTRAL,
         QWEN2,
+        QWEN2_MOE,
         QWEN2_AUDIO,
         QWEN2_VL,
         QWEN2_5_OMNI,

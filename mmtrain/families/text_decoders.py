@@ -15,6 +15,7 @@ from mmtrain.families.decoders import (
     decoder_weights,
     moe_settings,
     qwen_window_settings,
+    reject_sliding_windows,
     require_no_balancing_loss,
     window_settings,
 )
@@ -25,6 +26,15 @@ _LLAMA_DEFAULTS = {"intermediate_size": 11008, "vocab_size": 32000}
 _MISTRAL_DEFAULTS = {"intermediate_size": 14336, "vocab_size": 32000, "num_key_value_heads": 8}
 _MIXTRAL_DEFAULTS = {**_MISTRAL_DEFAULTS, "rms_norm_eps": 1e-5, "rope_theta": 1e6}
 _QWEN2_DEFAULTS = {"intermediate_size": 22016, "vocab_size": 151936, "num_key_value_heads": 32}
+_QWEN2_MOE_DEFAULTS = {
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "vocab_size": 151936,
+}
+_QWEN2_EXPERTS = {"experts": 60, "top_k": 4, "ffn": 1408}
 _QWEN3_DEFAULTS = {**_QWEN2_DEFAULTS, "head_dim": 128}
 _QWEN3_MOE_DEFAULTS = {
     "hidden_size": 2048,
@@ -77,6 +87,15 @@ def qwen2_settings(config: ConfigSection) -> Settings:
     """Return the settings of the LLM."""
     settings = decoder_settings(config, _QWEN2_DEFAULTS, qkv_bias=True)
     return {**settings, **qwen_window_settings(config, settings["layers"])}
+
+
+def qwen2_moe_settings(config: ConfigSection) -> Settings:
+    """Return the settings of the LLM, whose shared expert has a gate."""
+    settings = decoder_settings(config, _QWEN2_MOE_DEFAULTS, qkv_bias=config.flag("qkv_bias", True))
+    reject_sliding_windows(config)
+    moe = moe_settings(config, settings["layers"], _QWEN2_EXPERTS, normalizes=False)
+    shared_ffn = config.integer("shared_expert_intermediate_size", 5632)
+    return {**settings, "moe": {**moe, "shared_ffn": shared_ffn, "shared_gate": True}}
 
 
 def qwen3_settings(config: ConfigSection) -> Settings:
@@ -161,6 +180,17 @@ MIXTRAL = text_family("mixtral", "MixtralForCausalLM", mixtral_settings, _TINY_M
 # Qwen2 and Qwen2.5 (arXiv 2407.10671, 2412.15115).
 _TINY_QWEN2 = tiny_decoder(model_type="qwen2", rope_theta=1e6, tie_word_embeddings=True)
 QWEN2 = text_family("qwen2", "Qwen2ForCausalLM", qwen2_settings, _TINY_QWEN2)
+
+# Qwen1.5-MoE-A2.7B and Qwen2-57B-A14B (arXiv 2407.10671).
+_TINY_QWEN2_MOE = tiny_decoder(
+    model_type="qwen2_moe",
+    rope_theta=1e6,
+    num_experts=8,
+    num_experts_per_tok=2,
+    moe_intermediate_size=64,
+    shared_expert_intermediate_size=128,
+)
+QWEN2_MOE = text_family("qwen2_moe", "Qwen2MoeForCausalLM", qwen2_moe_settings, _TINY_QWEN2_MOE)
 
 # Dense Qwen3 (arXiv 2505.09388).
 _TINY_QWEN3 = tiny_decoder(model_type="qwen3", head_dim=48, rope_theta=1e6, tie_word_embeddings=True)

@@ -58,6 +58,18 @@ def mixtral(**changes: Any) -> nn.Module:
     return _random(MixtralForCausalLM(MixtralConfig(**settings | changes)))
 
 
+def qwen2_moe(**changes: Any) -> nn.Module:
+    """Make a Qwen2 with mixtures of experts, and a shared expert with a gate, in every second block."""
+    from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
+
+    settings: dict[str, Any] = {
+        "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "vocab_size": VOCAB, "num_experts": 6, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 28, "shared_expert_intermediate_size": 36, "decoder_sparse_step": 2,
+    }  # fmt: skip
+    return _random(Qwen2MoeForCausalLM(Qwen2MoeConfig(**settings | changes)))
+
+
 def glm4_moe(**changes: Any) -> nn.Module:
     """Make a GLM-4.5 whose first block is dense; its selection biases decide which experts compute a token."""
     from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
