@@ -2,7 +2,7 @@
 
 from mmtrain.costs.collectives import GroupLayout
 from mmtrain.costs.cost_model import CostModel, LayerWork
-from mmtrain.models.shapes.layer_shape import MoeMlp
+from mmtrain.models.shapes.layer_shape import LayerShape, MoeMlp
 
 _EXCHANGES = 2  # of a pass: rows go to the ranks of their experts, and come back
 
@@ -22,3 +22,8 @@ def expert_exchange_seconds(work: LayerWork, costs: CostModel, ranks_per_node: i
     sent_bytes = work.load.tokens * mlp.top_k * layer.hidden * element_bytes * (mlp.ep - 1) / mlp.ep
     on_node_bytes = round(sent_bytes * (group.fewest_per_node - 1) / (mlp.ep - 1))
     return _EXCHANGES * costs.all_to_all(on_node_bytes, round(sent_bytes) - on_node_bytes, group)
+
+
+def expert_replicas(layer: LayerShape, num_replicas: int) -> int:
+    """Return how many of a unit's replicas hold the same experts of a layer; without experts, all of them."""
+    return num_replicas // layer.mlp.ep if isinstance(layer.mlp, MoeMlp) else num_replicas

@@ -9,6 +9,7 @@ from mmtrain.costs import layer_arithmetic as analytic
 from mmtrain.costs.block_arithmetic import mixer_arithmetic, mlp_arithmetic
 from mmtrain.costs.context_parallel_costs import exchange_buffer_bytes
 from mmtrain.costs.cost_model import CostModel, TokenLoad
+from mmtrain.costs.expert_costs import expert_replicas
 from mmtrain.costs.gradient_reduction import BYTES_PER_GRADIENT
 from mmtrain.costs.hardware import ELEMENT_BYTES, Precision
 from mmtrain.costs.offload_costs import NUM_BLOCKS_ON_DEVICE, without_offload
@@ -200,8 +201,15 @@ def step_input_bytes(stage: HeldLayers) -> int:
 
 
 def layer_state(layer: LayerShape, tp: int, dp: int, size: StateBytes) -> tuple[float, float, float]:
-    """Return the bytes of parameters, gradients and optimizer state of one layer on one rank."""
-    return _state(analytic.num_parameters(layer, tp), analytic.num_trained_parameters(layer, tp), dp, size)
+    """Return the bytes of parameters, gradients and optimizer state of one layer on one rank.
+
+    Optimizer state of experts is sharded over those of the `dp` replicas that hold the same ones.
+    """
+    apart = analytic.num_apart_parameters(layer, tp)
+    parameters, gradients, optimizer = _state(
+        analytic.num_parameters(layer, tp), analytic.num_trained_parameters(layer, tp), dp, size
+    )
+    return parameters, gradients, optimizer + apart * size.optimizer * (1 / expert_replicas(layer, dp) - 1 / dp)
 
 
 def _held_state(stage: HeldLayers, state: tuple[float, float, float]) -> tuple[float, float, float]:

@@ -1,10 +1,22 @@
 """Mixtures of experts compute under any plan what one process does sample by sample."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
+import torch
 
-from tests.flow.cases import Mesh, plan, recipe
+from mmtrain.costs.gradient_reduction import BYTES_PER_GRADIENT
+from mmtrain.costs.rank_memory import StateBytes, layer_state
+from mmtrain.models.shapes.model_shape import build_model_shape
+from mmtrain.planning import Plan
+from mmtrain.planning.artifact.plan_graph import planned_shape
+from mmtrain.planning.evaluate.simulate_plan import plan_timing
+from mmtrain.program.ir.data_dependencies import gradient_buckets, participants
+from mmtrain.recipe import Recipe
+from mmtrain.runtime.execution.rank_context import build_rank_context
+from mmtrain.runtime.world import World
+from tests.distributed import run_ranks
+from tests.flow.cases import SAMPLES, Mesh, batch, plan, recipe
 from tests.flow.cells import ADAPTED
 from tests.flow.equality import assert_equals_one_process
 from tests.flow.orders import PIPELINE, TOGETHER
@@ -113,3 +125,46 @@ def test_ranks_that_share_experts_compute_what_one_process_does(case: str) -> No
     changes, meshes = EXPERT_PARALLEL[case]
     settings = recipe(**changes)
     assert_equals_one_process(settings, plan(settings, **meshes), texts_between=True)
+
+
+def test_costs_count_the_state_of_experts_that_ranks_hold_apart() -> None:
+    changes = SIX_EXPERTS | {"train__freeze": ("llm.layers.1.mlp.experts.[1-5].*",)}
+    settings = recipe(**changes)
+    layout = plan(settings, vision=Mesh((), (0,)), llm=Mesh((), (1, 2, 3, 4), dp=4, ep=2))
+    counted = run_ranks(layout.world_size, _count_of_rank, settings, layout)[1:]
+    model = planned_shape(layout, build_model_shape(settings))
+    states = [layer_state(layer, 1, 4, StateBytes(1, 1, 1)) for layer in model.unit("llm").layers]
+    parameters, gradients, optimizer = map(sum, zip(*states, strict=True))
+    assert {count.parameters for count in counted} == {parameters}
+    assert max(count.gradients for count in counted) == gradients  # half of the ranks hold no expert that trains there
+    fullest = [count for count in counted if count.gradients == gradients]
+    assert len(fullest) == 2
+    assert sum(count.optimizer for count in fullest) == pytest.approx(2 * optimizer, rel=0.01)
+    of_step = batch(0, SAMPLES, {"vision": 1, "llm": 4}, layout.schedule.num_microbatches)
+    timing = plan_timing(settings, layout, of_step)
+    reductions = gradient_buckets(timing.graph, 1)
+    group = participants(timing.graph, 1, next(iter(reductions)))
+    reduced_bytes = sum(timing.collective(1, reduction, group).nbytes for reduction in reductions)
+    assert reduced_bytes == BYTES_PER_GRADIENT * gradients
+
+
+class CountOfRank(NamedTuple):
+    """Elements of the LLM that a rank holds."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+
+
+def _count_of_rank(settings: Recipe, layout: Plan) -> CountOfRank:
+    world = World(torch.distributed.get_rank(), torch.distributed.get_world_size(), torch.device("cpu"))
+    context = build_rank_context(settings, layout, world)
+    parameters = [p for unit in context.units.values() for stage in unit.stages.values() for p in stage.parameters()]
+    stepped = [
+        shard.tensor.numel()
+        for unit in context.optimizer.units.values()
+        for shard in unit.shards()
+        if shard.name.endswith("#exp_avg")
+    ]
+    trained = sum(p.numel() for p in parameters if p.requires_grad)
+    return CountOfRank(sum(p.numel() for p in parameters), trained, sum(stepped))
