@@ -4,11 +4,13 @@ Each kind of mixer and of MLP has one class here, chosen by `mixer_arithmetic` a
 for a token of the whole layer; those that tensor parallelism divides are divided by the block, after they are summed.
 """
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from mmtrain.costs import generator_arithmetic as diffusion
 from mmtrain.costs.cost_model import TokenLoad
+from mmtrain.costs.expert_loads import fullest_rank_load
 from mmtrain.models.shapes.layer_shape import Attention, DenseMlp, LayerShape, MoeMlp
 
 INDEX_BYTES = 8
@@ -225,7 +227,7 @@ class DenseMlpArithmetic:
 
 
 class MoeMlpArithmetic:
-    """The costs of a mixture of experts, each of which computes as many tokens as any other."""
+    """The costs of a mixture of experts on the rank whose experts compute most tokens."""
 
     __slots__ = ("layer", "mlp")
 
@@ -239,7 +241,7 @@ class MoeMlpArithmetic:
         A group of ranks scores all tokens on each rank.
         """
         hidden, mlp = self.layer.hidden, self.mlp
-        rows = tokens * mlp.top_k
+        rows = self._computed(tokens * mlp.top_k)
         first = Gemm(rows, mlp.first_width // tp, hidden, mlp.held_experts)
         return first, Gemm(rows, hidden, mlp.expert_ffn // tp, mlp.held_experts), Gemm(tokens, mlp.experts, hidden)
 
@@ -257,32 +259,37 @@ class MoeMlpArithmetic:
         mlp = self.mlp
         inner = mlp.first_width + mlp.expert_ffn * (1 - self.layer.recomputes_activation)
         fixed_bytes = (2 * FP32_BYTES + INDEX_BYTES) * mlp.experts + (FP32_BYTES + INDEX_BYTES) * mlp.top_k
-        num_copies = 2 if mlp.ep == 1 else 3  # rows that return from other ranks have a place of their own
-        return SavedWidths(mlp.top_k * inner, num_copies * mlp.top_k * self.layer.hidden, fixed_bytes)
+        of_copies = mlp.top_k * self.layer.hidden
+        returned = 0 if mlp.ep == 1 else of_copies  # rows that return from other ranks have a place of their own
+        return SavedWidths(self._computed(mlp.top_k * inner), 2 * self._computed(of_copies) + returned, fixed_bytes)
 
     def read_by_weight_gradients(self, tp: int) -> dict[str, int]:
         """Return, by module, the numbers that a rank keeps of a token only for gradients of the module's weights."""
         mlp = self.mlp
-        widths = {"mlp.experts.linear_fc1": mlp.top_k * self.layer.hidden}
+        widths = {"mlp.experts.linear_fc1": self._computed(mlp.top_k * self.layer.hidden)}
         if not self.layer.recomputes_activation:
-            widths["mlp.experts.linear_fc2"] = mlp.top_k * mlp.expert_ffn // tp
+            widths["mlp.experts.linear_fc2"] = self._computed(mlp.top_k * mlp.expert_ffn // tp)
         return widths
 
     @property
     def inner_width(self) -> int:
         """Numbers that the activation functions make of a token, in all of its experts."""
-        return self.mlp.top_k * self.mlp.expert_ffn
+        return self._computed(self.mlp.top_k * self.mlp.expert_ffn)
 
     @property
     def copied_width(self) -> int:
         """Numbers of a token that are copied for its experts, as many as come back from them."""
-        return self.mlp.top_k * self.layer.hidden
+        return self._computed(self.mlp.top_k * self.layer.hidden)
 
     @property
     def elementwise_width(self) -> int:
         """How many numbers the activation functions read and write for a token, in all of its experts."""
         mlp = self.mlp
-        return mlp.top_k * (mlp.first_width + mlp.expert_ffn)
+        return self._computed(mlp.top_k * (mlp.first_width + mlp.expert_ffn))
+
+    def _computed(self, number: int) -> int:
+        """Return how many of something the rank has whose experts have most rows, of `number` in the mean."""
+        return math.ceil(number * fullest_rank_load(self.mlp))
 
 
 MixerArithmetic: TypeAlias = AttentionArithmetic

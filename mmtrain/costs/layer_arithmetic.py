@@ -29,6 +29,7 @@ from mmtrain.costs.block_arithmetic import (
     mlp_arithmetic,
 )
 from mmtrain.costs.cost_model import TokenLoad
+from mmtrain.costs.expert_loads import evenly_loaded
 from mmtrain.models.shapes.layer_shape import MoeMlp, block_linears, is_of_expert
 from mmtrain.models.shapes.model_shape import (
     BLOCK_KINDS,
@@ -489,7 +490,11 @@ def model_flops(shape: ModelShape, loads: Mapping[str, TokenLoad]) -> int:
         loads: by unit, the sum of the loads of all its microbatches, unpadded.
     """
     input_grad = input_grad_needed(shape)
-    return sum(unit_flops(u.layers, loads[u.name], input_grad[u.name]) for u in shape.units if u.name in loads)
+    return sum(
+        unit_flops([evenly_loaded(layer) for layer in unit.layers], loads[unit.name], input_grad[unit.name])
+        for unit in shape.units
+        if unit.name in loads
+    )
 
 
 def unit_flops(layers: Sequence[LayerShape], load: TokenLoad, input_grad: Sequence[bool]) -> int:

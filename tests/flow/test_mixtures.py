@@ -13,10 +13,12 @@ from mmtrain.planning.artifact.plan_graph import planned_shape
 from mmtrain.planning.evaluate.simulate_plan import plan_timing
 from mmtrain.program.ir.data_dependencies import gradient_buckets, participants
 from mmtrain.recipe import Recipe
+from mmtrain.report.metrics_record import ExpertMetrics
 from mmtrain.runtime.execution.rank_context import build_rank_context
+from mmtrain.runtime.training.expert_loads import ExpertLoadReducer
 from mmtrain.runtime.world import World
 from tests.distributed import run_ranks
-from tests.flow.cases import SAMPLES, Mesh, batch, plan, recipe
+from tests.flow.cases import SAMPLES, Mesh, batch, plan, recipe, step_data
 from tests.flow.cells import ADAPTED
 from tests.flow.equality import assert_equals_one_process
 from tests.flow.orders import PIPELINE, TOGETHER
@@ -146,6 +148,31 @@ def test_costs_count_the_state_of_experts_that_ranks_hold_apart() -> None:
     group = participants(timing.graph, 1, next(iter(reductions)))
     reduced_bytes = sum(timing.collective(1, reduction, group).nbytes for reduction in reductions)
     assert reduced_bytes == BYTES_PER_GRADIENT * gradients
+
+
+def test_every_plan_records_the_same_loads_of_experts() -> None:
+    settings = recipe(**SIX_EXPERTS)
+    alone = plan(settings, vision=Mesh((), (0,)), llm=Mesh((), (0,)))
+    llm = Mesh((2,), (1, 2, 3, 4, 5, 6, 7, 8), dp=2, tp=2, ep=2, recompute=(1, 3))
+    shared = plan(settings, vision=Mesh((), (0,)), llm=llm)
+    [expected], loads = (run_ranks(p.world_size, _loads_of_step, settings, p) for p in (alone, shared))
+    assert set(expected.max_over_mean) == {"llm.layers.1", "llm.layers.3"}
+    assert min(expected.max_over_mean.values()) > 1
+    assert expected.fullest_rank == 1
+    for of_rank in loads:
+        assert of_rank.max_over_mean == pytest.approx(expected.max_over_mean)
+        assert of_rank.dead == expected.dead
+        assert 1 < of_rank.fullest_rank < 2
+        assert of_rank.spread > 0
+
+
+def _loads_of_step(settings: Recipe, layout: Plan) -> ExpertMetrics:
+    world = World(torch.distributed.get_rank(), torch.distributed.get_world_size(), torch.device("cpu"))
+    context = build_rank_context(settings, layout, world)
+    context.train(step_data(context, 0), 1e-3)
+    loads = ExpertLoadReducer(context).reduce()
+    assert loads is not None
+    return loads
 
 
 class CountOfRank(NamedTuple):

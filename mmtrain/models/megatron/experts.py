@@ -40,6 +40,35 @@ class Routing(NamedTuple):
     arrival: Tensor  # int64: places of rows that arrived from the group, those of the first expert first; else empty
 
 
+class RecordedLoads:
+    """How many rows the experts of a mixture computed in the passes of a step that train, as numbers to be summed.
+
+    Sums over the ranks of a run weigh each pass by its rows.
+    """
+
+    def __init__(self, num_experts: int) -> None:
+        self._sums = torch.zeros(num_experts + 3, dtype=torch.float64)
+
+    def add(self, counts: Tensor, rank: int) -> None:
+        """Add a pass of this rank, from `Routing.counts`; passes that are run again for their backward count once."""
+        if not torch.is_grad_enabled() or not counts.any():
+            return
+        of_experts = counts.sum(dim=0).double()
+        relative, num_rows = of_experts / of_experts.mean(), counts[rank].sum()
+        of_ranks = relative.view(len(counts), -1).mean(dim=1)
+        self._sums[:-3] += counts[rank]
+        self._sums[-3:] += num_rows * torch.stack([torch.ones(()).double(), relative.var(correction=0), of_ranks.max()])
+
+    def take(self) -> Tensor:
+        """Return the sums, (experts + 3,), and start anew.
+
+        They are each expert's rows, all rows, and these times the squared relative deviation of the experts' rows, and
+        times the rows of the fullest rank over the mean.
+        """
+        taken, self._sums = self._sums, torch.zeros_like(self._sums)
+        return taken
+
+
 class Router(nn.Module):
     """Scores of all experts for each token, and the choice of the best."""
 
@@ -130,6 +159,7 @@ class ExpertMlp(nn.Module):
         held = held_experts(mlp.experts, groups)
         self.experts = nn.ModuleDict({str(number): Expert(mlp, config, groups) for number in held})
         self.reduction = TokenReduction(config, groups)
+        self.loads = RecordedLoads(mlp.experts)
 
     def up(self, hidden: Tensor) -> tuple[Tensor, Routing]:
         """Compute the inner widths (rows, 2 * ffn / tp) of tokens (T, 1, hidden), in the order of their experts."""
@@ -137,6 +167,7 @@ class ExpertMlp(nn.Module):
         weights, experts = self.router(tokens)
         order = experts.flatten().argsort(stable=True)
         counts, arrival = self._count_rows(experts), order.new_empty(0)
+        self.loads.add(counts, 0 if self.ep_group is None else self.ep_group.rank())
         rows = _copy_rows(tokens, order, self.top_k)
         if self.ep_group is not None:
             arrival = _arrival_order(counts, self.ep_group).to(rows.device)

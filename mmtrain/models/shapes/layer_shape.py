@@ -126,6 +126,7 @@ class MoeMlp:
     expert_ffn: int = 0  # inner width of each
     normalized_scores: bool = False  # the weights of a token's experts are divided by their sum
     ep: int = 1  # replicas that hold the experts together, as many of them each
+    load_spread: float = 0.0  # standard deviation of the experts' numbers of tokens in a pass, over their mean
 
     @property
     def held_experts(self) -> int:
