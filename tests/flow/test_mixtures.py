@@ -1,12 +1,16 @@
 """Mixtures of experts compute under any plan what one process does sample by sample."""
 
+from functools import partial
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from mmtrain.costs.gradient_reduction import BYTES_PER_GRADIENT
 from mmtrain.costs.rank_memory import StateBytes, layer_state
+from mmtrain.models.megatron import experts
+from mmtrain.models.megatron.experts import ExpertMlp
 from mmtrain.models.shapes.model_shape import build_model_shape
 from mmtrain.planning import Plan
 from mmtrain.planning.artifact.plan_graph import planned_shape
@@ -20,7 +24,7 @@ from mmtrain.runtime.world import World
 from tests.distributed import run_ranks
 from tests.flow.cases import SAMPLES, Mesh, batch, plan, recipe, step_data
 from tests.flow.cells import ADAPTED
-from tests.flow.equality import assert_equals_one_process
+from tests.flow.equality import assert_equals_one_process, train_steps
 from tests.flow.orders import PIPELINE, TOGETHER
 from tests.flow.test_replicated import replicated
 from tests.tiers import mostly_long
@@ -195,3 +199,45 @@ def _count_of_rank(settings: Recipe, layout: Plan) -> CountOfRank:
     ]
     trained = sum(p.numel() for p in parameters if p.requires_grad)
     return CountOfRank(sum(p.numel() for p in parameters), trained, sum(stepped))
+
+
+@pytest.mark.parametrize("most", ["rows", "tokens"])
+def test_an_expert_with_most_tokens_is_computed_in_chunks(most: str) -> None:
+    """Ranks that get more rows than they have room for compute what one process does, whether recomputed or not."""
+    settings = recipe(**SIX_EXPERTS)
+    llm = Mesh((), tuple(range(1, 5)), tp=2, dp=2, ep=2, sp=True, recompute=(1,))
+    layout = plan(settings, vision=Mesh((), (0,)), llm=llm)
+    train = partial(_train_in_chunks, max_rows=5 if most == "rows" else None)
+    assert_equals_one_process(settings, layout, texts_between=True, train=train)
+
+
+def _train_in_chunks(settings: Recipe, layout: Plan, texts_between: bool | range, max_rows: int | None) -> Any:
+    """Train steps with little room, which `ExpertMlp` learns when it is built; see `train_steps`."""
+    run, numbers = ExpertMlp.num_chunks, []
+
+    def num_chunks(mixture: ExpertMlp, counts: torch.Tensor, max_tokens: int | None) -> int:
+        mixture.max_rows = max_rows
+        numbers.append(run(mixture, counts, max_tokens if max_rows else max_tokens and 3))
+        return numbers[-1]
+
+    with patch.object(ExpertMlp, "num_chunks", num_chunks):
+        steps = train_steps(settings, layout, texts_between)
+    assert not numbers or max(numbers) > 2
+    return steps
+
+
+def test_experts_by_grouped_gemms_compute_what_one_process_does() -> None:
+    """The CPU has the operation too, without being faster by it."""
+    settings = recipe(**SIX_EXPERTS)
+    layout = plan(settings, vision=Mesh((), (0,)), llm=Mesh((), (1, 2, 3, 4), tp=2, dp=2, ep=2))
+    assert_equals_one_process(settings, layout, texts_between=True, train=_train_grouped)
+
+
+def _train_grouped(settings: Recipe, layout: Plan, texts_between: bool | range) -> Any:
+    with (
+        patch.object(experts, "grouped_gemm_problem", lambda *_: None),
+        patch.object(experts, "grouped_linear", wraps=experts.grouped_linear) as grouped,
+    ):
+        steps = train_steps(settings, layout, texts_between)
+    assert grouped.called == (torch.distributed.get_rank() > 0)
+    return steps

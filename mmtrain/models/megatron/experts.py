@@ -26,6 +26,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from mmtrain.models.kernels.grouped_gemm import grouped_gemm_problem, grouped_linear, takes_grouped_gemm
 from mmtrain.models.megatron.lora import ColumnLinear, RowLinear
 from mmtrain.models.megatron.parallel_groups import ParallelGroups
 from mmtrain.models.shapes.layer_shape import MoeMlp
@@ -38,6 +39,15 @@ class Routing(NamedTuple):
     order: Tensor  # (T * top_k,) int64: the place in `weights`, flattened, that each row belongs to
     counts: Tensor  # (ranks of the expert-parallel group, experts) int64, on the host: rows of each rank
     arrival: Tensor  # int64: places of rows that arrived from the group, those of the first expert first; else empty
+
+
+class RoutedTokens(NamedTuple):
+    """Tokens whose experts are chosen."""
+
+    tokens: Tensor  # (T, hidden)
+    weights: Tensor  # (T, top_k)
+    experts: Tensor  # (T, top_k)
+    counts: Tensor  # see `Routing`
 
 
 class RecordedLoads:
@@ -160,13 +170,33 @@ class ExpertMlp(nn.Module):
         self.experts = nn.ModuleDict({str(number): Expert(mlp, config, groups) for number in held})
         self.reduction = TokenReduction(config, groups)
         self.loads = RecordedLoads(mlp.experts)
+        self.max_rows: int | None = None  # for which a rank has room at once; None: for any number
 
-    def up(self, hidden: Tensor) -> tuple[Tensor, Routing]:
-        """Compute the inner widths (rows, 2 * ffn / tp) of tokens (T, 1, hidden), in the order of their experts."""
+    def route(self, hidden: Tensor) -> RoutedTokens:
+        """Choose the experts of tokens (T, 1, hidden)."""
         tokens = self.gather(hidden).squeeze(1)
         weights, experts = self.router(tokens)
+        return RoutedTokens(tokens, weights, experts, self._count_rows(experts))
+
+    def num_chunks(self, counts: Tensor, max_tokens: int | None) -> int:
+        """Return in how many chunks of tokens the mixture must run, which is equal on all ranks of the group.
+
+        Dropless routing may bring one rank the rows of all others. In chunks it never has more than `max_rows` of them
+        at once, if every chunk is routed as all tokens are; nor has a rank more than `max_tokens` of its own.
+        """
+        fullest = int(counts.sum(dim=0).view(len(counts), -1).sum(dim=1).max())
+        most_tokens = int(counts.sum(dim=1).max()) // self.top_k
+        by_rows = 1 if self.max_rows is None else -(-fullest // self.max_rows)
+        return max(1, by_rows, 1 if max_tokens is None else -(-most_tokens // max_tokens))
+
+    def up(self, hidden: Tensor, routed: RoutedTokens | None = None) -> tuple[Tensor, Routing]:
+        """Compute the inner widths (rows, 2 * ffn / tp) of tokens (T, 1, hidden), in the order of their experts.
+
+        routed: of these tokens, if `route` was called.
+        """
+        tokens, weights, experts, counts = self.route(hidden) if routed is None else routed
         order = experts.flatten().argsort(stable=True)
-        counts, arrival = self._count_rows(experts), order.new_empty(0)
+        arrival = order.new_empty(0)
         self.loads.add(counts, 0 if self.ep_group is None else self.ep_group.rank())
         rows = _copy_rows(tokens, order, self.top_k)
         if self.ep_group is not None:
@@ -195,9 +225,13 @@ class ExpertMlp(nn.Module):
     def _run(self, linear: str, rows: Tensor, counts: Tensor) -> Tensor:
         """Let each expert compute its rows; those without rows take part, so that adapters meet on all ranks."""
         of_experts = counts[:, [int(number) for number in self.experts]].sum(dim=0)
+        linears = [getattr(expert, linear) for expert in self.experts.values()]
+        weights = [module.weight for module in linears]
+        is_plain = all(module.lora is None for module in linears)
+        if is_plain and grouped_gemm_problem(rows.device, rows.dtype) is None and takes_grouped_gemm(rows, weights):
+            return grouped_linear(rows, weights, of_experts.tolist())
         parts: Sequence[Tensor] = torch.split(rows, of_experts.tolist())
-        outputs = [getattr(expert, linear)(part)[0] for expert, part in zip(self.experts.values(), parts, strict=True)]
-        return torch.cat(outputs)
+        return torch.cat([module(part)[0] for module, part in zip(linears, parts, strict=True)])
 
 
 def held_experts(num_experts: int, groups: ParallelGroups) -> range:

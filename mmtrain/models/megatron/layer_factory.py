@@ -289,8 +289,7 @@ class LayerFactory:
             is_gated=mlp.gated,
             fused_kernels=self.fused_kernels,
             recomputes_activation=recomputes_activation,
-            # Ranks that hold experts together would need equally many chunks.
-            chunks_mlp=chunks_mlp and not (isinstance(mlp, MoeMlp) and self.groups.ep is not None),
+            chunks_mlp=chunks_mlp,
         )
         self._mark_shards(layer, mlp)
         if self.groups.tp_size > 1:
