@@ -221,6 +221,16 @@ class DenseMlpArithmetic:
         return 0
 
     @property
+    def returned_width(self) -> int:
+        """Numbers of a token that come back from where they were copied to: none."""
+        return 0
+
+    @property
+    def copied_weights(self) -> int:
+        """Numbers of weights that a GEMM copies: none."""
+        return 0
+
+    @property
     def elementwise_width(self) -> int:
         """How many numbers the activation function reads and writes for a token."""
         return self.mlp.first_width + self.mlp.ffn
@@ -259,9 +269,10 @@ class MoeMlpArithmetic:
         mlp = self.mlp
         inner = mlp.first_width + mlp.expert_ffn * (1 - self.layer.recomputes_activation)
         fixed_bytes = (2 * FP32_BYTES + INDEX_BYTES) * mlp.experts + (FP32_BYTES + INDEX_BYTES) * mlp.top_k
+        if mlp.ep > 1:
+            fixed_bytes += self._computed(INDEX_BYTES * mlp.top_k)  # places of rows that arrive
         of_copies = mlp.top_k * self.layer.hidden
-        returned = 0 if mlp.ep == 1 else of_copies  # rows that return from other ranks have a place of their own
-        return SavedWidths(self._computed(mlp.top_k * inner), 2 * self._computed(of_copies) + returned, fixed_bytes)
+        return SavedWidths(self._computed(mlp.top_k * inner), self._computed(of_copies) + of_copies, fixed_bytes)
 
     def read_by_weight_gradients(self, tp: int) -> dict[str, int]:
         """Return, by module, the numbers that a rank keeps of a token only for gradients of the module's weights."""
@@ -280,6 +291,16 @@ class MoeMlpArithmetic:
     def copied_width(self) -> int:
         """Numbers of a token that are copied for its experts, as many as come back from them."""
         return self._computed(self.mlp.top_k * self.layer.hidden)
+
+    @property
+    def returned_width(self) -> int:
+        """Numbers of a token that come back from its experts."""
+        return self.mlp.top_k * self.layer.hidden
+
+    @property
+    def copied_weights(self) -> int:
+        """Numbers of the first linears' weights that a grouped GEMM copies; twice those of the last ones."""
+        return self.mlp.held_experts * self.mlp.first_width * self.layer.hidden
 
     @property
     def elementwise_width(self) -> int:

@@ -398,7 +398,7 @@ def _block_gradient_bytes(held: RankLayer, load: TokenLoad, precision: Precision
     states at both ends of a stage are counted with its messages.
 
     In a recomputed block with many tokens the MLP is computed in chunks, of which one exists at a time, so the block
-    then holds less than what its forward would keep.
+    then holds less than what its forward would keep. A grouped GEMM of experts reads copies of their weights.
     """
     layer, mlp = held.layer, mlp_arithmetic(held.layer)
     ffn = mlp.inner_width // held.tp
@@ -409,11 +409,14 @@ def _block_gradient_bytes(held: RankLayer, load: TokenLoad, precision: Precision
     activation = ffn + input_width - kept
     first_linear = gathered + layer.hidden - kept
     attention = mixer_arithmetic(layer).gradient_width // held.tp - input_width - kept
-    in_mlp = max(last_linear, activation, first_linear) * load.tokens
+    copied = mlp.copied_weights // held.tp if precision == "bf16" else 0
+    tokens = min(load.tokens, MLP_CHUNK_TOKENS) if held.recompute else load.tokens
+    in_mlp = max(last_linear * tokens + copied // 2, activation * tokens, first_linear * tokens + copied)
+    # What experts make is free before their backwards begin; until then its gradient is put in their order.
+    in_mlp = max(in_mlp - mlp.returned_width * tokens, (2 * mlp.copied_width - mlp.returned_width) * tokens)
     if held.recompute and load.tokens > MLP_CHUNK_TOKENS:
         states = layer.hidden // (held.tp if held.sp else 1)  # output of a chunk, gradients of its input and of all
-        in_chunk = input_width + kept + max(last_linear, activation, first_linear) + 2 * states
-        in_mlp = in_chunk * MLP_CHUNK_TOKENS + (states - input_width - kept) * load.tokens
+        in_mlp += (input_width + kept + 2 * states) * tokens + (states - input_width - kept) * load.tokens
     element_bytes = ELEMENT_BYTES[precision]
     exchanged = exchange_buffer_bytes(layer, held.tp, load, element_bytes)
     return float(max(in_mlp * element_bytes, attention * load.tokens * element_bytes + exchanged))

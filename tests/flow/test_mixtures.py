@@ -9,7 +9,7 @@ import torch
 
 from mmtrain.costs.gradient_reduction import BYTES_PER_GRADIENT
 from mmtrain.costs.rank_memory import StateBytes, layer_state
-from mmtrain.models.megatron import experts
+from mmtrain.models.kernels import grouped_gemm
 from mmtrain.models.megatron.experts import ExpertMlp
 from mmtrain.models.shapes.model_shape import build_model_shape
 from mmtrain.planning import Plan
@@ -235,8 +235,8 @@ def test_experts_by_grouped_gemms_compute_what_one_process_does() -> None:
 
 def _train_grouped(settings: Recipe, layout: Plan, texts_between: bool | range) -> Any:
     with (
-        patch.object(experts, "grouped_gemm_problem", lambda *_: None),
-        patch.object(experts, "grouped_linear", wraps=experts.grouped_linear) as grouped,
+        patch.object(grouped_gemm, "grouped_gemm_problem", lambda *_: None),
+        patch.object(grouped_gemm, "_grouped_mm", wraps=grouped_gemm._grouped_mm) as grouped,
     ):
         steps = train_steps(settings, layout, texts_between)
     assert grouped.called == (torch.distributed.get_rank() > 0)

@@ -34,45 +34,67 @@ def _trial_problem(device: torch.device) -> str | None:
     return None if bool((out == 16).all()) else f"torch {torch.__version__} computes it wrongly here"
 
 
-def grouped_linear(rows: Tensor, weights: Sequence[nn.Parameter], sizes: Sequence[int]) -> Tensor:
+def expert_linear(rows: Tensor, weights: Sequence[nn.Parameter], sizes: list[int]) -> Tensor:
     """Compute (rows, outputs) of (rows, inputs), of which each weight (outputs, inputs) takes the next of `sizes`.
 
-    Forward and gradients of rows are one GEMM each, over copies of the weights that lie side by side. Gradients of
-    weights are one GEMM for each, which adds to the optimizer's sum in fp32 where it can: see `add_weight_gradient`.
+    Where one is used, a grouped GEMM makes the outputs, and one the gradients of rows, over copies of the weights side
+    by side. Else each weight's GEMM writes where its rows are, so that parts never lie beside the whole. Gradients of
+    weights are one GEMM each, which adds to the optimizer's sum in fp32 where it can: see `add_weight_gradient`.
     """
-    return cast(Tensor, _GroupedLinear.apply(rows, tuple(sizes), *weights))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _ExpertLinear.apply(rows, sizes, *weights))  # type: ignore[no-untyped-call]
 
 
-def takes_grouped_gemm(rows: Tensor, weights: Sequence[Tensor]) -> bool:
-    """Return whether linears of these sizes can be one grouped GEMM: there are rows, and widths suit the kernel."""
-    return len(rows) > 0 and all(side * rows.element_size() % _ROW_BYTES == 0 for side in weights[0].shape)
-
-
-class _GroupedLinear(torch.autograd.Function):
+class _ExpertLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, sizes: tuple[int, ...], *weights: nn.Parameter) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, sizes: list[int], *weights: nn.Parameter) -> Tensor:
         needs_weights = any(ctx.needs_input_grad[2:])
-        ctx.save_for_backward(rows if needs_weights else None, *weights)
-        ctx.sizes = sizes
-        return _grouped_mm(rows, torch.stack(weights).transpose(1, 2), _ends(sizes, rows.device))
+        ctx.save_for_backward(rows if needs_weights else None)
+        # Not saved by autograd: in a block that is recomputed it gives back others, without the optimizer's sums.
+        ctx.weights, ctx.sizes = weights, sizes
+        return _multiplied(rows, [weight.T for weight in weights], sizes)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, out_grad: Tensor) -> tuple[Tensor | None, ...]:
-        rows, *weights = ctx.saved_tensors
+        (rows,) = ctx.saved_tensors
+        weights = ctx.weights
         needs_rows, _, *need_weights = ctx.needs_input_grad
         out_grad = out_grad.contiguous()
-        rows_grad = None
-        if needs_rows:
-            rows_grad = _grouped_mm(out_grad, torch.stack(weights), _ends(ctx.sizes, out_grad.device))
+        rows_grad = _multiplied(out_grad, weights, ctx.sizes) if needs_rows else None
         weight_grads: list[Tensor | None] = [None] * len(weights)
         if any(need_weights):
             parts = zip(weights, torch.split(out_grad, ctx.sizes), torch.split(rows, ctx.sizes), strict=True)
             weight_grads = [
-                add_weight_gradient(weight, grad, x) if needed else None
+                _summed(weight, grad, x) if needed else None
                 for needed, (weight, grad, x) in zip(need_weights, parts, strict=True)
             ]
         return rows_grad, None, *weight_grads
+
+
+def _summed(weight: nn.Parameter, out_grad: Tensor, x: Tensor) -> Tensor | None:
+    """Add a weight's gradient to the optimizer's sum, if there is one, else return it.
+
+    Where a GEMM cannot add it, it is added here: returned to autograd, those of all experts would exist together.
+    """
+    gradient = add_weight_gradient(weight, out_grad, x)
+    main_grad: Tensor | None = getattr(weight, "main_grad", None)
+    if gradient is None or main_grad is None:
+        return gradient
+    main_grad.add_(gradient)
+    return None
+
+
+def _multiplied(rows: Tensor, matrices: Sequence[Tensor], sizes: list[int]) -> Tensor:
+    """Multiply rows (T, k), the next of `sizes` with each of the matrices (k, n)."""
+    k, n = matrices[0].shape
+    suits_kernel = len(rows) > 0 and k * rows.element_size() % _ROW_BYTES == n * rows.element_size() % _ROW_BYTES == 0
+    if suits_kernel and grouped_gemm_problem(rows.device, rows.dtype) is None:
+        return _grouped_mm(rows, torch.stack(list(matrices)), _ends(sizes, rows.device))
+    out = rows.new_empty(len(rows), n)
+    parts = zip(torch.split(rows, sizes), matrices, torch.split(out, sizes), strict=True)
+    for part, matrix, of_part in parts:
+        torch.mm(part, matrix, out=of_part)
+    return out
 
 
 def _ends(sizes: Sequence[int], device: torch.device) -> Tensor:

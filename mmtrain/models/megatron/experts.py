@@ -26,7 +26,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from mmtrain.models.kernels.grouped_gemm import grouped_gemm_problem, grouped_linear, takes_grouped_gemm
+from mmtrain.models.kernels.grouped_gemm import expert_linear
 from mmtrain.models.megatron.lora import ColumnLinear, RowLinear
 from mmtrain.models.megatron.parallel_groups import ParallelGroups
 from mmtrain.models.shapes.layer_shape import MoeMlp
@@ -201,17 +201,20 @@ class ExpertMlp(nn.Module):
         rows = _copy_rows(tokens, order, self.top_k)
         if self.ep_group is not None:
             arrival = _arrival_order(counts, self.ep_group).to(rows.device)
-            rows = _copy_rows(_Exchange(counts, self.ep_group).send(rows), arrival)
+            rows = _Exchange(counts, self.ep_group).send(rows)
+            rows = _copy_rows(rows, arrival)
         return self._run("linear_fc1", rows, counts), Routing(weights, order, counts, arrival)
 
     def down(self, activated: Tensor, routing: Routing) -> Tensor:
         """Return the weighted sums (T, 1, hidden) of what the experts make of rows (rows, ffn / tp)."""
         rows = self._run("linear_fc2", activated, routing.counts)
         if self.ep_group is not None:
-            rows = _Exchange(routing.counts, self.ep_group).send_back(_return_rows(rows, routing.arrival))
-        of_tokens = _return_rows(rows, routing.order)
-        outputs = (of_tokens.view(-1, self.top_k, of_tokens.shape[1]) * routing.weights.unsqueeze(-1)).sum(dim=1)
-        return cast(Tensor, self.reduction(outputs.unsqueeze(1)))
+            rows = _return_rows(rows, routing.arrival)  # one name for all, so that none outlives its use
+            rows = _Exchange(routing.counts, self.ep_group).send_back(rows)
+        rows = _return_rows(rows, routing.order)
+        # Products that are summed inside a GEMM exist neither here nor in backward.
+        outputs = torch.bmm(routing.weights.unsqueeze(1), rows.view(-1, self.top_k, rows.shape[1]))
+        return cast(Tensor, self.reduction(outputs))
 
     def _count_rows(self, experts: Tensor) -> Tensor:
         """Return how many rows each rank of the expert-parallel group has for each expert, on the host."""
@@ -226,10 +229,8 @@ class ExpertMlp(nn.Module):
         """Let each expert compute its rows; those without rows take part, so that adapters meet on all ranks."""
         of_experts = counts[:, [int(number) for number in self.experts]].sum(dim=0)
         linears = [getattr(expert, linear) for expert in self.experts.values()]
-        weights = [module.weight for module in linears]
-        is_plain = all(module.lora is None for module in linears)
-        if is_plain and grouped_gemm_problem(rows.device, rows.dtype) is None and takes_grouped_gemm(rows, weights):
-            return grouped_linear(rows, weights, of_experts.tolist())
+        if all(module.lora is None for module in linears):
+            return expert_linear(rows, [module.weight for module in linears], of_experts.tolist())
         parts: Sequence[Tensor] = torch.split(rows, of_experts.tolist())
         return torch.cat([module(part)[0] for module, part in zip(linears, parts, strict=True)])
 
