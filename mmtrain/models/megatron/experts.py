@@ -27,9 +27,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from mmtrain.models.attention.packed_sequences import PackedSequences
+from mmtrain.models.kernels.grouped_gemm import expert_linear
 from mmtrain.models.megatron.lora import ColumnLinear, RowLinear
 from mmtrain.models.megatron.parallel_groups import ParallelGroups
-from mmtrain.models.megatron.router import Router
+from mmtrain.models.megatron.router import Router, RouterLosses
 from mmtrain.models.shapes.layer_shape import MoeMlp
 
 
@@ -40,6 +41,45 @@ class Routing(NamedTuple):
     order: Tensor  # (T * top_k,) int64: the place in `weights`, flattened, that each row belongs to
     counts: Tensor  # (ranks of the expert-parallel group, experts) int64, on the host: rows of each rank
     arrival: Tensor  # int64: places of rows that arrived from the group, those of the first expert first; else empty
+
+
+class RoutedTokens(NamedTuple):
+    """Tokens whose experts are chosen."""
+
+    tokens: Tensor  # (T, hidden)
+    weights: Tensor  # (T, top_k)
+    experts: Tensor  # (T, top_k)
+    counts: Tensor  # see `Routing`
+    losses: RouterLosses | None  # of the router, whose gradients have not entered yet
+
+
+class RecordedLoads:
+    """How many rows the experts of a mixture computed in the passes of a step that train, as numbers to be summed.
+
+    Sums over the ranks of a run weigh each pass by its rows.
+    """
+
+    def __init__(self, num_experts: int) -> None:
+        self._sums = torch.zeros(num_experts + 3, dtype=torch.float64)
+
+    def add(self, counts: Tensor, rank: int) -> None:
+        """Add a pass of this rank, from `Routing.counts`; passes that are run again for their backward count once."""
+        if not torch.is_grad_enabled() or not counts.any():
+            return
+        of_experts = counts.sum(dim=0).double()
+        relative, num_rows = of_experts / of_experts.mean(), counts[rank].sum()
+        of_ranks = relative.view(len(counts), -1).mean(dim=1)
+        self._sums[:-3] += counts[rank]
+        self._sums[-3:] += num_rows * torch.stack([torch.ones(()).double(), relative.var(correction=0), of_ranks.max()])
+
+    def take(self) -> Tensor:
+        """Return the sums, (experts + 3,), and start anew.
+
+        They are each expert's rows, all rows, and these times the squared relative deviation of the experts' rows, and
+        times the rows of the fullest rank over the mean.
+        """
+        taken, self._sums = self._sums, torch.zeros_like(self._sums)
+        return taken
 
 
 class SharedInner(NamedTuple):
@@ -125,17 +165,42 @@ class ExpertMlp(nn.Module):
         held = held_experts(mlp.experts, groups)
         self.experts = nn.ModuleDict({str(number): Expert(mlp.expert_ffn, config, groups) for number in held})
         self.reduction = TokenReduction(config, groups)
+        self.loads = RecordedLoads(mlp.experts)
+        self.max_rows: int | None = None  # for which a rank has room at once; None: for any number
 
-    def up(self, hidden: Tensor, packing: PackedSequences) -> tuple[Tensor, Routing, SharedInner]:
-        """Compute the inner widths (rows, 2 * ffn / tp) of tokens (T, 1, hidden), in the order of their experts."""
+    def route(self, hidden: Tensor, packing: PackedSequences | None) -> RoutedTokens:
+        """Choose the experts of tokens (T, 1, hidden).
+
+        packing: of the tokens, if they are all of a microbatch; None for chunks of it, whose router has no losses.
+        """
         tokens = self.gather(hidden).squeeze(1)
-        weights, experts = self.router(tokens, packing)
+        weights, experts, losses = self.router(tokens, packing)
+        return RoutedTokens(tokens, weights, experts, self._count_rows(experts), losses)
+
+    def num_chunks(self, counts: Tensor, max_tokens: int | None) -> int:
+        """Return in how many chunks of tokens the mixture must run, which is equal on all ranks of the group.
+
+        Dropless routing may bring one rank the rows of all others. In chunks it never has more than `max_rows` of them
+        at once, if every chunk is routed as all tokens are; nor has a rank more than `max_tokens` of its own.
+        """
+        fullest = int(counts.sum(dim=0).view(len(counts), -1).sum(dim=1).max())
+        most_tokens = int(counts.sum(dim=1).max()) // self.top_k
+        by_rows = 1 if self.max_rows is None else -(-fullest // self.max_rows)
+        return max(1, by_rows, 1 if max_tokens is None else -(-most_tokens // max_tokens))
+
+    def up(self, routed: RoutedTokens) -> tuple[Tensor, Routing, SharedInner]:
+        """Compute the inner widths (rows, 2 * ffn / tp) of tokens, in the order of their experts."""
+        tokens, weights, experts, counts, losses = routed
+        if losses is not None:
+            weights = losses.enter(weights)
         order = experts.flatten().argsort(stable=True)
-        counts, arrival = self._count_rows(experts), order.new_empty(0)
+        arrival = order.new_empty(0)
+        self.loads.add(counts, 0 if self.ep_group is None else self.ep_group.rank())
         rows = _copy_rows(tokens, order, self.top_k)
         if self.ep_group is not None:
             arrival = _arrival_order(counts, self.ep_group).to(rows.device)
-            rows = _copy_rows(_Exchange(counts, self.ep_group).send(rows), arrival)
+            rows = _Exchange(counts, self.ep_group).send(rows)
+            rows = _copy_rows(rows, arrival)
         inner = self._run("linear_fc1", rows, counts)
         return inner, Routing(weights, order, counts, arrival), self._up_shared(tokens)
 
@@ -143,10 +208,11 @@ class ExpertMlp(nn.Module):
         """Return the weighted sums (T, 1, hidden) of what the experts make of rows (rows, ffn / tp), on this rank."""
         rows = self._run("linear_fc2", activated, routing.counts)
         if self.ep_group is not None:
-            rows = _Exchange(routing.counts, self.ep_group).send_back(_return_rows(rows, routing.arrival))
-        of_tokens = _return_rows(rows, routing.order)
-        outputs = (of_tokens.view(-1, self.top_k, of_tokens.shape[1]) * routing.weights.unsqueeze(-1)).sum(dim=1)
-        return outputs.unsqueeze(1)
+            rows = _return_rows(rows, routing.arrival)  # one name for all, so that none outlives its use
+            rows = _Exchange(routing.counts, self.ep_group).send_back(rows)
+        rows = _return_rows(rows, routing.order)
+        # Products that are summed inside a GEMM exist neither here nor in backward.
+        return torch.bmm(routing.weights.unsqueeze(1), rows.view(-1, self.top_k, rows.shape[1]))
 
     def _up_shared(self, tokens: Tensor) -> SharedInner:
         inner = gate = tokens.new_empty(0)
@@ -176,9 +242,11 @@ class ExpertMlp(nn.Module):
     def _run(self, linear: str, rows: Tensor, counts: Tensor) -> Tensor:
         """Let each expert compute its rows; those without rows take part, so that adapters meet on all ranks."""
         of_experts = counts[:, [int(number) for number in self.experts]].sum(dim=0)
+        linears = [getattr(expert, linear) for expert in self.experts.values()]
+        if all(module.lora is None for module in linears):
+            return expert_linear(rows, [module.weight for module in linears], of_experts.tolist())
         parts: Sequence[Tensor] = torch.split(rows, of_experts.tolist())
-        outputs = [getattr(expert, linear)(part)[0] for expert, part in zip(self.experts.values(), parts, strict=True)]
-        return torch.cat(outputs)
+        return torch.cat([module(part)[0] for module, part in zip(linears, parts, strict=True)])
 
 
 def held_experts(num_experts: int, groups: ParallelGroups) -> range:

@@ -291,19 +291,12 @@ class LayerFactory:
             is_gated=mlp.gated,
             fused_kernels=self.fused_kernels,
             recomputes_activation=recomputes_activation,
-            chunks_mlp=chunks_mlp and not self._needs_all_tokens(mlp),
+            chunks_mlp=chunks_mlp,
         )
         self._mark_shards(layer, mlp)
         if self.groups.tp_size > 1:
             set_tp_chunks(layer, self.tp_chunks)
         return cast(nn.Module, layer)
-
-    def _needs_all_tokens(self, mlp: Mlp) -> bool:
-        """Return whether an MLP cannot be computed in chunks of tokens.
-
-        Ranks that hold experts together would need equally many chunks. Losses of routers read whole samples.
-        """
-        return isinstance(mlp, MoeMlp) and (self.groups.ep is not None or mlp.router.reads_samples)
 
     def _attention_spec(self, attention: Attention) -> ModuleSpec:
         """Say to Megatron-core how to build a block's attention."""

@@ -5,6 +5,7 @@ loss that a stage reports does not have them (Megatron-core does so too). So doe
 expert: a backward runs once for each token, however often a forward is repeated.
 """
 
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -50,13 +51,14 @@ class Router(nn.Module):
         self.selection = SelectionBias(mlp.experts) if self.rules.has_bias else None
         self.expert_tokens: Tensor | None = None  # (experts,) int64 since `SelectionBiases.reset`, on this replica
 
-    def forward(self, tokens: Tensor, packing: PackedSequences) -> tuple[Tensor, Tensor]:
+    def forward(self, tokens: Tensor, packing: PackedSequences | None) -> tuple[Tensor, Tensor, "RouterLosses | None"]:
         """Choose the experts of tokens (T, hidden): those of the best scores, of equals the first ones.
 
         Scores are computed in fp32; weights have the precision of the tokens.
 
         Returns:
-            Weights (T, top_k) and numbers (T, top_k) of each token's experts.
+            Weights (T, top_k) and numbers (T, top_k) of each token's experts; with `packing`, the losses that training
+            adds.
         """
         if self.rules.scores == "softmax":
             logits = F.linear(tokens, self.weight)
@@ -71,18 +73,18 @@ class Router(nn.Module):
             weights = weights / (total if self.rules.scores == "softmax" else total + _LEAST_SUM)
         if self.rules.weight_scale != 1.0:
             weights = weights * self.rules.weight_scale
-        if self.rules.reads_samples and weights.requires_grad:
+        losses: RouterLosses | None = None
+        if packing is not None and self.rules.reads_samples and weights.requires_grad:
             samples = packing.samples(tokens.device)
-            loss = self._losses(logits, scores, experts, samples)
-            weights = _RouterLosses.apply(weights, loss, experts, samples, self)  # type: ignore[no-untyped-call]
-        return weights.to(tokens.dtype), experts
+            losses = RouterLosses(self._losses(logits, scores, experts, samples), experts, samples, self)
+        return weights.to(tokens.dtype), experts, losses
 
     def _choose(self, scores: Tensor) -> Tensor:
         """Return the numbers (T, top_k) of the experts with the best of scores (T, experts)."""
         if self.selection is not None:
             scores = self.selection(scores)
         if self.rules.groups > 1:
-            of_groups = scores.view(len(scores), self.rules.groups, -1)
+            of_groups = scores.view(len(scores), self.rules.groups, scores.shape[1] // self.rules.groups)
             best = of_groups.sort(dim=-1, descending=True).values[..., :_EXPERTS_THAT_SCORE_A_GROUP].sum(dim=-1)
             chosen = torch.zeros_like(best, dtype=torch.bool)
             chosen.scatter_(1, _best(best, self.rules.top_groups), True)
@@ -124,16 +126,31 @@ def expert_load(experts: Tensor, num_experts: int, samples: TokenSamples) -> Ten
     return counts * num_experts / counts.sum(dim=-1, keepdim=True).clamp(min=1.0)
 
 
-class _RouterLosses(torch.autograd.Function):
-    """Pass on the weights of experts; in backward add the gradient of the router's losses, and count tokens."""
+@dataclass(frozen=True)
+class RouterLosses:
+    """The losses of a router in a microbatch, and the choices that a backward counts."""
+
+    loss: Tensor  # this rank's part of that of the global batch, a scalar
+    experts: Tensor  # (T, top_k)
+    samples: TokenSamples
+    router: Router
+
+    def enter(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of the block's forward; when its gradient comes, those of the losses enter."""
+        arguments = (tensor, self.loss, self.experts, self.samples, self.router)
+        return cast(Tensor, _EnterLosses.apply(*arguments))  # type: ignore[no-untyped-call]
+
+
+class _EnterLosses(torch.autograd.Function):
+    """Pass on a tensor; in backward add the gradient of the router's losses, and count tokens."""
 
     @staticmethod
     def forward(
-        ctx: Any, weights: Tensor, loss: Tensor, experts: Tensor, samples: TokenSamples, router: Router
+        ctx: Any, tensor: Tensor, loss: Tensor, experts: Tensor, samples: TokenSamples, router: Router
     ) -> Tensor:
         ctx.save_for_backward(experts, loss)
         ctx.samples, ctx.router = samples, router
-        return weights.view_as(weights)
+        return tensor.view_as(tensor)
 
     @staticmethod
     @once_differentiable

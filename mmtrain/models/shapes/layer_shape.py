@@ -155,6 +155,7 @@ class MoeMlp:
     shared_ffn: int = 0  # inner width of the shared expert; 0: there is none
     shared_gate: bool = False  # the shared expert's output is multiplied by the sigmoid of a score of the token
     ep: int = 1  # replicas that hold the experts together, as many of them each
+    load_spread: float = 0.0  # standard deviation of the experts' numbers of tokens in a pass, over their mean
     router: RouterShape = RouterShape()
 
     @property

@@ -128,6 +128,7 @@ def build_model_shape(recipe: Recipe) -> ModelShape:
         edges.append(ModelEdge("llm", "generator", layer=0, width=llm_hidden))
     shape = ModelShape(mark_frozen(units, recipe), tuple(edges), model.llm.tie_embeddings)
     shape = with_expert_parallelism(shape, recipe.parallel.llm.ep or 1)
+    shape = with_expert_spread(shape, recipe.parallel.llm.expert_spread)
     fixed = [u.name for u in units if recipe.parallel.of(u.name).runs_activations_again is True]
     modes = {u.name: recipe.parallel.of(u.name).offload for u in units}
     offload: dict[str, OffloadMode] = {name: mode for name, mode in modes.items() if mode != "auto"}
@@ -151,6 +152,15 @@ def with_expert_parallelism(shape: ModelShape, ep: int) -> ModelShape:
 
     def changed(_: str, block: LayerShape) -> LayerShape:
         return replace(block, mlp=replace(block.mlp, ep=ep)) if isinstance(block.mlp, MoeMlp) else block
+
+    return _with_blocks(shape, changed)
+
+
+def with_expert_spread(shape: ModelShape, spread: float) -> ModelShape:
+    """Return the model whose experts have numbers of tokens with this standard deviation over their mean."""
+
+    def changed(_: str, block: LayerShape) -> LayerShape:
+        return replace(block, mlp=replace(block.mlp, load_spread=spread)) if isinstance(block.mlp, MoeMlp) else block
 
     return _with_blocks(shape, changed)
 
