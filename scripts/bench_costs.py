@@ -49,13 +49,14 @@ from mmtrain.planning.space.constraints import sizes_to_measure
 from mmtrain.recipe import Recipe, load_recipe
 from mmtrain.report.comparison import RunTrace, comparison_rows, comparison_text, critical_path_rows
 from mmtrain.runtime.execution.activity import Activity
-from mmtrain.runtime.execution.optimizer import UnitOptimizer
+from mmtrain.runtime.execution.optimizer import JoinedOptimizers, UnitOptimizer
 from mmtrain.runtime.execution.rank_context import build_rank_context
 from mmtrain.runtime.execution.recorder import StepRecorder, clock_for
 from mmtrain.runtime.profiling.measured_turns import counted_memory
 from mmtrain.runtime.profiling.profile import ProfileRequest, profile
 from mmtrain.runtime.resilience.launch import launch_local
 from mmtrain.runtime.resilience.out_of_memory import predicted_peak_gib
+from mmtrain.runtime.training.expert_loads import ExpertLoadReducer
 from mmtrain.runtime.training.hooks.tracing import RunTracer
 from mmtrain.runtime.training.step_metrics import StepMetricsReducer
 from mmtrain.runtime.world import Address, join, leave
@@ -96,8 +97,12 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
                                             "parallel.schedule=encoder_first")),
     "replicated, frozen-vision": ("wide", (*SHARDED, "parallel.shard=all", "parallel.dispatch=all",
                                            "model.vision.freeze=true")),
+    "mixture, ep 2": ("mixture", (UNIFIED, "parallel.llm.dp=2", "parallel.llm.ep=2", "train.global_batch=8")),
+    "mixture, ep 2, recompute": ("mixture", (UNIFIED, "parallel.llm.dp=2", "parallel.llm.ep=2", "train.global_batch=8",
+                                             "parallel.llm.recompute=all")),
 }  # fmt: skip
-MODELS: dict[str, tuple[str, ...]] = {"demo": (), "wide": WIDE}
+MIXTURE = (*WIDE, "model.llm.moe={experts: 8, top_k: 2, ffn: 320}")
+MODELS: dict[str, tuple[str, ...]] = {"demo": (), "wide": WIDE, "mixture": MIXTURE}
 
 
 @dataclass(frozen=True)
@@ -203,6 +208,9 @@ def run(case: str, recipe: Recipe, folder: Path, options: argparse.Namespace, ge
     num_ranks = NUM_RANKS.get(case, RANKS)
     lengths = build_index(recipe).lengths
     chosen = fastest_plan(recipe, lengths, num_ranks, "cpu-core")
+    if recipe.model.llm.moe is not None:
+        recipe = _with_recorded_spread(recipe, chosen, folder)
+        chosen = fastest_plan(recipe, lengths, num_ranks, "cpu-core")
     trace_file, memory_file = folder / "trace.json", folder / "memory.json"
     launch_local(num_ranks, partial(run_rank, recipe, chosen, options.steps, trace_file, memory_file))
     trace = RunTrace.load(trace_file)
@@ -224,6 +232,34 @@ def run(case: str, recipe: Recipe, folder: Path, options: argparse.Namespace, ge
             )
         )
     return Outcome(statistics.median(ratios), run_gemm_s / gemm_s, tuple(planned_memory), tuple(memory))
+
+
+def _with_recorded_spread(recipe: Recipe, chosen: Plan, folder: Path) -> Recipe:
+    """Train a few steps to learn how unevenly the router loads experts, and state it in the recipe."""
+    file = folder / "spread.json"
+    launch_local(chosen.world_size, partial(record_spread, recipe, chosen, file))
+    spread, fullest = json.loads(file.read_text())
+    print(f"experts deviate by {spread:.2f} of the mean, the fullest rank has {fullest:.2f}x", flush=True)
+    llm = recipe.parallel.llm.model_copy(update={"expert_spread": spread})
+    return recipe.model_copy(update={"parallel": recipe.parallel.model_copy(update={"llm": llm})})
+
+
+def record_spread(recipe: Recipe, chosen: Plan, file: Path, address: Address) -> None:
+    """Train some steps; write how unevenly experts and the ranks that hold them were loaded."""
+    torch.set_num_threads(1)
+    world = join(address)
+    job = build_rank_context(recipe, chosen, world)
+    index = build_index(recipe)
+    stream, batch_builder = GroupStream.of(recipe, index), BatchBuilder(index, recipe, job.needs, job.num_microbatches)
+    targets = derive_step_targets(recipe, chosen, index.lengths)
+    for step in range(WARM_UP):
+        content = stream.batch(step, recipe.train.num_groups, job.dp, job.num_microbatches, targets)
+        job.train(batch_builder.build(content), lr=1e-4)
+    loads = ExpertLoadReducer(job).reduce()
+    assert loads is not None
+    if world.is_first:
+        file.write_text(json.dumps([loads.spread, loads.fullest_rank]))
+    leave()
 
 
 def _sizes(chosen: Plan) -> str:
@@ -294,6 +330,9 @@ def _held_shards(unit: UnitOptimizer) -> Iterable[NamedShard]:
     """Return what a rank holds of a unit, also where another rank has the same and saves it."""
     if isinstance(unit, FullyShardedAdamW):
         yield from unit._all_shards()
+        return
+    if isinstance(unit, JoinedOptimizers):
+        yield from (shard for part in unit._parts for shard in _held_shards(part))
         return
     assert isinstance(unit, ZeroAdamW)
     for param, shard in unit._shards.items() if unit._trained else ():

@@ -38,6 +38,7 @@ from scripts.stated_errors import ROOT, write_errors
 GOOD_ERROR = 0.15
 DEMO_SAMPLES = 1000  # of the demo's 10,000, whose lengths are alike
 BUDGET = SearchBudget(sampling=SamplingBudget(num_batches=1))  # samples are equal, so all batches are
+SHOWN_SIZES = ("tp", "pp", "vpp", "cp", "dp", "ep")
 HALVES = {"fit": False, "judge": True}  # -> whether its runs are held out
 
 
@@ -114,7 +115,9 @@ def report_runs(report: Report, runs: Sequence[KnownRun]) -> list[Comparison]:
     for run in runs:
         comparison = compare(run)
         comparisons.append(comparison)
-        mesh = " ".join(f"{key}{size}" for key, size in run.mesh.items() if key in ("tp", "pp", "vpp", "cp", "dp"))
+        mesh = " ".join(
+            f"{key}{size}" for key, size in run.mesh.items() if key in ("tp", "pp", "vpp", "cp", "dp", "ep")
+        )
         seconds = (f"{comparison.seconds:.3g} s", f"{comparison.ratio:.2f}")
         own_seconds = (f"{comparison.own_seconds:.3g} s", f"{comparison.own_ratio:.2f}")
         half, source = "judge" if run.held_out else "fit", run.source.replace("|", "/")

@@ -4,11 +4,13 @@ Each kind of mixer and of MLP has one class here, chosen by `mixer_arithmetic` a
 for a token of the whole layer; those that tensor parallelism divides are divided by the block, after they are summed.
 """
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from mmtrain.costs import generator_arithmetic as diffusion
 from mmtrain.costs.cost_model import TokenLoad
+from mmtrain.costs.expert_loads import fullest_rank_load
 from mmtrain.models.shapes.layer_shape import Attention, DenseMlp, LayerShape, MoeMlp
 
 INDEX_BYTES = 8
@@ -219,13 +221,23 @@ class DenseMlpArithmetic:
         return 0
 
     @property
+    def returned_width(self) -> int:
+        """Numbers of a token that come back from where they were copied to: none."""
+        return 0
+
+    @property
+    def copied_weights(self) -> int:
+        """Numbers of weights that a GEMM copies: none."""
+        return 0
+
+    @property
     def elementwise_width(self) -> int:
         """How many numbers the activation function reads and writes for a token."""
         return self.mlp.first_width + self.mlp.ffn
 
 
 class MoeMlpArithmetic:
-    """The costs of a mixture of experts, each of which computes as many tokens as any other."""
+    """The costs of a mixture of experts on the rank whose experts compute most tokens."""
 
     __slots__ = ("layer", "mlp")
 
@@ -234,55 +246,86 @@ class MoeMlpArithmetic:
         self.mlp = mlp
 
     def gemms(self, tokens: int, tp: int) -> tuple[Gemm, ...]:
-        """Return the GEMMs with weights that one of `tp` ranks computes in forward: the experts', then the router's.
+        """Return the GEMMs with weights that one of `tp` ranks computes in forward.
 
-        A group of ranks scores all tokens on each rank.
+        These are the experts', then the router's, then those of a shared expert and its gate. A group of ranks scores
+        all tokens on each rank.
         """
         hidden, mlp = self.layer.hidden, self.mlp
-        rows = tokens * mlp.top_k
+        rows = self._computed(tokens * mlp.top_k)
         first = Gemm(rows, mlp.first_width // tp, hidden, mlp.held_experts)
-        return first, Gemm(rows, hidden, mlp.expert_ffn // tp, mlp.held_experts), Gemm(tokens, mlp.experts, hidden)
+        second = Gemm(rows, hidden, mlp.expert_ffn // tp, mlp.held_experts)
+        of_mixture = (first, second, Gemm(tokens, mlp.experts, hidden))
+        if not mlp.shared_ffn:
+            return of_mixture
+        shared_ffn = mlp.shared_ffn // tp
+        of_shared = (Gemm(tokens, 2 * shared_ffn, hidden), Gemm(tokens, hidden, shared_ffn))
+        return (*of_mixture, *of_shared, *(Gemm(tokens, 1, hidden),) * mlp.shared_gate)
 
     def num_parameters(self) -> PartParameters:
         """Return the number of parameters."""
         hidden, mlp = self.layer.hidden, self.mlp
-        return PartParameters(mlp.held_experts * (mlp.first_width + mlp.expert_ffn) * hidden, mlp.experts * hidden)
+        divided = mlp.held_experts * (mlp.first_width + mlp.expert_ffn) * hidden + 3 * mlp.shared_ffn * hidden
+        return PartParameters(divided, (mlp.experts + mlp.shared_gate) * hidden + mlp.experts * mlp.router.has_bias)
 
     def saved(self) -> SavedWidths:
         """Return what it keeps of a token: for each of its experts a copy of the input, the inner widths, the output.
 
-        The router keeps all probabilities in fp32, as they are and sorted, and their order; besides, the places of the
-        token's rows.
+        The router keeps all scores in fp32, which experts it chose, and their weights before and after these are
+        divided; besides, the places of the token's rows. Each of its losses keeps as many numbers as there are scores.
+        A shared expert keeps its inner widths, and its output where a gate multiplies it.
         """
-        mlp = self.mlp
+        mlp, router = self.mlp, self.mlp.router
         inner = mlp.first_width + mlp.expert_ffn * (1 - self.layer.recomputes_activation)
-        fixed_bytes = (2 * FP32_BYTES + INDEX_BYTES) * mlp.experts + (FP32_BYTES + INDEX_BYTES) * mlp.top_k
-        num_copies = 2 if mlp.ep == 1 else 3  # rows that return from other ranks have a place of their own
-        return SavedWidths(mlp.top_k * inner, num_copies * mlp.top_k * self.layer.hidden, fixed_bytes)
+        of_shared = mlp.shared_ffn * (3 - self.layer.recomputes_activation)
+        num_kept = 1 + (router.z_loss > 0) + (router.balance_loss > 0)  # logits, and loads of experts
+        fixed_bytes = num_kept * FP32_BYTES * mlp.experts + 2 * (FP32_BYTES + INDEX_BYTES) * mlp.top_k
+        fixed_bytes += FP32_BYTES * router.normalizes + 4 * FP32_BYTES * router.reads_samples
+        if mlp.ep > 1:
+            fixed_bytes += self._computed(INDEX_BYTES * mlp.top_k)  # places of rows that arrive
+        of_copies = mlp.top_k * self.layer.hidden
+        gated = (self.layer.hidden + 1) * mlp.shared_gate
+        divided, on_rank = self._computed(mlp.top_k * inner) + of_shared, self._computed(of_copies) + of_copies + gated
+        return SavedWidths(divided, on_rank, fixed_bytes)
 
     def read_by_weight_gradients(self, tp: int) -> dict[str, int]:
         """Return, by module, the numbers that a rank keeps of a token only for gradients of the module's weights."""
         mlp = self.mlp
-        widths = {"mlp.experts.linear_fc1": mlp.top_k * self.layer.hidden}
+        widths = {"mlp.experts.linear_fc1": self._computed(mlp.top_k * self.layer.hidden)}
         if not self.layer.recomputes_activation:
-            widths["mlp.experts.linear_fc2"] = mlp.top_k * mlp.expert_ffn // tp
+            widths["mlp.experts.linear_fc2"] = self._computed(mlp.top_k * mlp.expert_ffn // tp)
+            widths["mlp.shared.linear_fc2"] = mlp.shared_ffn // tp
         return widths
 
     @property
     def inner_width(self) -> int:
         """Numbers that the activation functions make of a token, in all of its experts."""
-        return self.mlp.top_k * self.mlp.expert_ffn
+        return self._computed(self.mlp.top_k * self.mlp.expert_ffn) + self.mlp.shared_ffn
 
     @property
     def copied_width(self) -> int:
         """Numbers of a token that are copied for its experts, as many as come back from them."""
+        return self._computed(self.mlp.top_k * self.layer.hidden)
+
+    @property
+    def returned_width(self) -> int:
+        """Numbers of a token that come back from its experts."""
         return self.mlp.top_k * self.layer.hidden
+
+    @property
+    def copied_weights(self) -> int:
+        """Numbers of the first linears' weights that a grouped GEMM copies; twice those of the last ones."""
+        return self.mlp.held_experts * self.mlp.first_width * self.layer.hidden
 
     @property
     def elementwise_width(self) -> int:
         """How many numbers the activation functions read and write for a token, in all of its experts."""
         mlp = self.mlp
-        return mlp.top_k * (mlp.first_width + mlp.expert_ffn)
+        return self._computed(mlp.top_k * (mlp.first_width + mlp.expert_ffn)) + 3 * mlp.shared_ffn
+
+    def _computed(self, number: int) -> int:
+        """Return how many of something the rank has whose experts have most rows, of `number` in the mean."""
+        return math.ceil(number * fullest_rank_load(self.mlp))
 
 
 MixerArithmetic: TypeAlias = AttentionArithmetic

@@ -26,7 +26,8 @@ NORM, QKV, ATTENTION, PROJECTION, NORM_MLP, UP, DOWN, ADD = range(len(BLOCK_PIEC
 _REDUCED: dict[PassDirection, tuple[int, ...]] = {"forward": (PROJECTION, DOWN), "backward": (QKV, UP)}
 _GATHERED: dict[PassDirection, tuple[int, ...]] = {"forward": (NORM, NORM_MLP), "backward": (ADD, NORM_MLP)}
 _WIDTHS = {NORM: 2, NORM_MLP: 5, ADD: 3}  # of the residual stream that norms and additions read and write
-_GEMM_PIECES = (QKV, PROJECTION, UP, DOWN, UP)  # of a router, behind the others, `UP`
+# Of a mixture, behind the others, those of its router, and of a shared expert's linears and its gate.
+_GEMM_PIECES = (QKV, PROJECTION, UP, DOWN, UP, UP, DOWN, UP)
 # By piece, the kernels that `analytic_costs.FORWARD_KERNELS` counts for the block.
 _KERNELS = {"vit_block": (1, 2, 2, 1, 2, 2, 1, 1), "decoder_block": (1, 3, 8, 1, 2, 3, 1, 1)}
 
@@ -35,7 +36,9 @@ _KERNELS = {"vit_block": (1, 2, 2, 1, 2, 2, 1, 1), "decoder_block": (1, 3, 8, 1,
 class BlockSeconds:
     """The seconds of one direction of a block by kind of work."""
 
-    gemms: Sequence[float]  # of the four GEMMs with weights, in forward order, and that of a router, if there is one
+    gemms: Sequence[
+        float
+    ]  # of the four GEMMs with weights, in forward order, then those of `_GEMM_PIECES` that a mixture has
     attention: float
     elementwise: float  # of all element-wise work
     launches: float  # of starting all kernels

@@ -2,7 +2,8 @@
 
 from mmtrain.costs.collectives import GroupLayout
 from mmtrain.costs.cost_model import CostModel, LayerWork
-from mmtrain.models.shapes.layer_shape import MoeMlp
+from mmtrain.costs.expert_loads import fullest_rank_load
+from mmtrain.models.shapes.layer_shape import LayerShape, MoeMlp
 
 _EXCHANGES = 2  # of a pass: rows go to the ranks of their experts, and come back
 
@@ -10,7 +11,7 @@ _EXCHANGES = 2  # of a pass: rows go to the ranks of their experts, and come bac
 def expert_exchange_seconds(work: LayerWork, costs: CostModel, ranks_per_node: int, element_bytes: int) -> float:
     """Return the seconds in which a block waits for rows of other ranks in a pass.
 
-    The ranks lie `work.tp` apart. Experts are taken to have equally many rows, so that a rank keeps 1 / ep of its own.
+    The ranks lie `work.tp` apart. A rank keeps 1 / ep of its own rows; the one whose experts have most receives most.
     A block whose activations come back from host memory is not computed again.
     """
     layer, mlp = work.layer, work.layer.mlp
@@ -19,6 +20,12 @@ def expert_exchange_seconds(work: LayerWork, costs: CostModel, ranks_per_node: i
     if not isinstance(mlp, MoeMlp) or mlp.ep == 1 or comes_back or not has_pass:
         return 0.0
     group = GroupLayout.strided(mlp.ep, work.tp, ranks_per_node)
-    sent_bytes = work.load.tokens * mlp.top_k * layer.hidden * element_bytes * (mlp.ep - 1) / mlp.ep
+    rows = work.load.tokens * mlp.top_k * fullest_rank_load(mlp)
+    sent_bytes = rows * layer.hidden * element_bytes * (mlp.ep - 1) / mlp.ep
     on_node_bytes = round(sent_bytes * (group.fewest_per_node - 1) / (mlp.ep - 1))
     return _EXCHANGES * costs.all_to_all(on_node_bytes, round(sent_bytes) - on_node_bytes, group)
+
+
+def expert_replicas(layer: LayerShape, num_replicas: int) -> int:
+    """Return how many of a unit's replicas hold the same experts of a layer; without experts, all of them."""
+    return num_replicas // layer.mlp.ep if isinstance(layer.mlp, MoeMlp) else num_replicas

@@ -6,8 +6,9 @@ of Megatron-LM's distributed optimizer.
 """
 
 from collections.abc import Sequence
+from itertools import zip_longest
 
-from mmtrain.costs.layer_arithmetic import num_trained_parameters
+from mmtrain.costs.layer_arithmetic import num_apart_parameters, num_trained_parameters
 from mmtrain.models.shapes.layer_shape import LayerShape
 from mmtrain.models.shapes.model_shape import ModelShape
 
@@ -20,7 +21,13 @@ def least_parameters(num_replicas: int) -> int:
     return max(MIN_BUCKET_PARAMETERS, MIN_PARAMETERS_PER_REPLICA * num_replicas)
 
 
-def bucket_starts(trained: Sequence[int], num_replicas: int, min_parameters: int | None = None) -> tuple[int, ...]:
+def bucket_starts(
+    trained: Sequence[int],
+    num_replicas: int,
+    min_parameters: int | None = None,
+    apart: Sequence[int] = (),
+    ep: int = 1,
+) -> tuple[int, ...]:
     """Return the layers of a model chunk with which its buckets start, the first one's is 0.
 
     From the last layer on, whose backward ends first, a bucket takes layers until it is large enough. What is left at
@@ -33,15 +40,20 @@ def bucket_starts(trained: Sequence[int], num_replicas: int, min_parameters: int
         trained: of each layer, the parameters that train on one rank.
         num_replicas: which reduce gradients together.
         min_parameters: the fewest of a bucket; None: what suits the number of replicas.
+        apart: of each layer, those of `trained` that every `ep`-th replica reduces alone. As fewer of them suit fewer
+            replicas, each counts for more.
+        ep: replicas that hold different experts.
     """
     smallest = min_parameters or least_parameters(num_replicas)
+    added_weight = 0.0 if min_parameters else smallest / least_parameters(num_replicas // ep) - 1
+    sizes = [count + added_weight * of_experts for count, of_experts in zip_longest(trained, apart, fillvalue=0)]
     starts: list[int] = []
-    num_in_bucket = 0
+    num_in_bucket = 0.0
     for layer in range(len(trained) - 1, -1, -1):
-        num_in_bucket += trained[layer]
+        num_in_bucket += sizes[layer]
         if num_in_bucket >= smallest and any(trained[:layer]):
             starts.append(layer)
-            num_in_bucket = 0
+            num_in_bucket = 0.0
     return (0, *reversed(starts))
 
 
@@ -57,3 +69,10 @@ def reduced_parameters(shape: ModelShape, unit: str, tp: int, pp: int) -> list[i
         matrix = layers[-1].vocab * layers[-1].hidden // tp
         trained[-1] -= matrix if trained[-1] >= matrix else 0
     return trained
+
+
+def apart_parameters(shape: ModelShape, unit: str, tp: int) -> list[int]:
+    """Return how many of `reduced_parameters` belong to experts of which replicas hold different ones."""
+    layers = shape.unit(unit).layers
+    counts = {layer: num_apart_parameters(layer, tp) for layer in dict.fromkeys(layers)}
+    return [counts[layer] for layer in layers]

@@ -29,7 +29,8 @@ from mmtrain.costs.block_arithmetic import (
     mlp_arithmetic,
 )
 from mmtrain.costs.cost_model import TokenLoad
-from mmtrain.models.shapes.layer_shape import block_linears
+from mmtrain.costs.expert_loads import evenly_loaded
+from mmtrain.models.shapes.layer_shape import MoeMlp, block_linears, is_of_expert
 from mmtrain.models.shapes.model_shape import (
     BLOCK_KINDS,
     LayerShape,
@@ -170,16 +171,46 @@ def num_parameters(layer: LayerShape, tp: int = 1) -> int:
 def num_trained_parameters(layer: LayerShape, tp: int = 1) -> int:
     """Return how many parameters of `layer` train, of those that one of `tp` ranks holds.
 
-    If any of the layer's own matrices trains, all of its parameters count; if any of its norms and biases does, all of
-    these.
+    If any of the layer's own matrices trains, all of its parameters count but those of experts, which count one by one;
+    if any of its norms and biases does, all of these.
     """
     if layer.queries and "table.weight" in layer.frozen:
         return layer.queries * layer.hidden
     if _trains_matrices(layer):
-        return num_parameters(layer, tp)
+        held, trained = _expert_parameters(layer, tp)
+        return num_parameters(layer, tp) - held + trained
     num_in_matrices = sum(gemm.num_weights for gemm in gemms(layer, TokenLoad(0, 0, 0, 0), tp))
     num_in_vectors = _num_weights(layer, tp) - num_in_matrices if layer.trains_weights else 0
     return num_in_vectors + _num_adapter_parameters(layer, tp)
+
+
+def num_apart_parameters(layer: LayerShape, tp: int = 1) -> int:
+    """Return how many of `num_trained_parameters` belong to experts of which each replica of a group holds others.
+
+    Only every `ep`-th replica holds the same ones, and reduces their gradients. None where replicas hold all experts.
+    """
+    if not isinstance(layer.mlp, MoeMlp) or layer.mlp.ep == 1 or not _trains_matrices(layer):
+        return 0
+    return _expert_parameters(layer, tp)[1]
+
+
+@lru_cache(maxsize=1 << 10)
+def _expert_parameters(layer: LayerShape, tp: int) -> tuple[int, int]:
+    """Return the parameters of the experts that a rank holds, and those that train on the rank where most do."""
+    mlp = layer.mlp
+    if not isinstance(mlp, MoeMlp):
+        return 0, 0
+    sizes = [width * layer.hidden // tp for width in (mlp.first_width, mlp.expert_ffn)]
+    held = mlp.held_experts * sum(sizes)
+    if not layer.frozen:
+        return held, held
+    names = [name for name in mlp.linears if is_of_expert(name)]
+    trained = [
+        size if f"{name}.weight" not in layer.frozen else 0
+        for name, size in zip(names, sizes * mlp.experts, strict=True)
+    ]
+    num_names = len(sizes) * mlp.held_experts
+    return held, max(sum(trained[first : first + num_names]) for first in range(0, len(trained), num_names))
 
 
 def _num_adapter_parameters(layer: LayerShape, tp: int) -> int:
@@ -459,7 +490,11 @@ def model_flops(shape: ModelShape, loads: Mapping[str, TokenLoad]) -> int:
         loads: by unit, the sum of the loads of all its microbatches, unpadded.
     """
     input_grad = input_grad_needed(shape)
-    return sum(unit_flops(u.layers, loads[u.name], input_grad[u.name]) for u in shape.units if u.name in loads)
+    return sum(
+        unit_flops([evenly_loaded(layer) for layer in unit.layers], loads[unit.name], input_grad[unit.name])
+        for unit in shape.units
+        if unit.name in loads
+    )
 
 
 def unit_flops(layers: Sequence[LayerShape], load: TokenLoad, input_grad: Sequence[bool]) -> int:

@@ -22,9 +22,10 @@ _HOLDERS: dict[type[Any], str] = {
 }
 _OPTIONAL_RECORDS = ("mixer", "mlp")  # which a layer does not have if none of their fields is stated
 # Not measured apart: what trains, the few vectors that queries are, activation functions that run again, copies to host
-# memory, and experts on several replicas.
+# memory, experts on several replicas or with unequal loads, and how a router chooses them.
 _NOT_MEASURED = (
     *("trainable", "frozen", "lora", "trains_adapters_only", "queries", "recomputes_activation", "offload", "ep"),
+    *("load_spread", "router"),
 )
 _KINDS: tuple[str, ...] = get_args(get_type_hints(LayerShape)["kind"])
 

@@ -25,6 +25,7 @@ from mmtrain.costs.cost_table import (
     layer_key,
 )
 from mmtrain.costs.expert_costs import expert_exchange_seconds
+from mmtrain.costs.expert_loads import evenly_loaded, fullest_rank_load
 from mmtrain.costs.offload_costs import offloaded_bytes, offloaded_seconds
 from mmtrain.models.shapes.layer_shape import Attention, MoeMlp
 from mmtrain.models.shapes.model_shape import LayerShape, num_pieces
@@ -202,10 +203,21 @@ class MeasuredCosts:
             self.missing.add(f"{layer.kind} tp{work.tp}")
             has_extras = layer.lora is not None or layer.recomputes_activation
             bare = replace(layer, lora=None, recomputes_activation=False) if has_extras else layer
-            if isinstance(bare.mlp, MoeMlp):  # its exchange is added too
-                bare = replace(bare, mlp=replace(bare.mlp, ep=1))
-            return self.model.seconds(LayerWork(bare, work.tp, load, kind, input_grad))
-        return self._interpolate(entry, timed, layer, load) * self.model.hardware.slowest_rank_ratio
+            bare_work = LayerWork(bare, work.tp, load, kind, input_grad)
+            return self._modelled_without_exchange(bare_work)  # which is added later
+        seconds = self._interpolate(entry, timed, layer, load) * self.model.hardware.slowest_rank_ratio
+        return seconds * self._fullest_rank_ratio(work)
+
+    def _fullest_rank_ratio(self, work: LayerWork) -> float:
+        """Return by what the rank whose experts have most rows is slower than one with the mean, as modelled."""
+        if not isinstance(work.layer.mlp, MoeMlp) or fullest_rank_load(work.layer.mlp) == 1.0:
+            return 1.0
+        even = work._replace(layer=evenly_loaded(work.layer))
+        return self._modelled_without_exchange(work) / self._modelled_without_exchange(even)
+
+    def _modelled_without_exchange(self, work: LayerWork) -> float:
+        ranks_per_node, element_bytes = self.model.hardware.ranks_per_node, self.model.element_bytes
+        return self.model.seconds(work) - expert_exchange_seconds(work, self.model, ranks_per_node, element_bytes)
 
     def pieces(self, work: LayerWork) -> tuple[PieceCost, ...]:
         """Divide the measured seconds of the layer among its pieces.

@@ -9,6 +9,7 @@ from mmtrain.costs import layer_arithmetic as analytic
 from mmtrain.costs.block_arithmetic import mixer_arithmetic, mlp_arithmetic
 from mmtrain.costs.context_parallel_costs import exchange_buffer_bytes
 from mmtrain.costs.cost_model import CostModel, TokenLoad
+from mmtrain.costs.expert_costs import expert_replicas
 from mmtrain.costs.gradient_reduction import BYTES_PER_GRADIENT
 from mmtrain.costs.hardware import ELEMENT_BYTES, Precision
 from mmtrain.costs.offload_costs import NUM_BLOCKS_ON_DEVICE, without_offload
@@ -200,8 +201,15 @@ def step_input_bytes(stage: HeldLayers) -> int:
 
 
 def layer_state(layer: LayerShape, tp: int, dp: int, size: StateBytes) -> tuple[float, float, float]:
-    """Return the bytes of parameters, gradients and optimizer state of one layer on one rank."""
-    return _state(analytic.num_parameters(layer, tp), analytic.num_trained_parameters(layer, tp), dp, size)
+    """Return the bytes of parameters, gradients and optimizer state of one layer on one rank.
+
+    Optimizer state of experts is sharded over those of the `dp` replicas that hold the same ones.
+    """
+    apart = analytic.num_apart_parameters(layer, tp)
+    parameters, gradients, optimizer = _state(
+        analytic.num_parameters(layer, tp), analytic.num_trained_parameters(layer, tp), dp, size
+    )
+    return parameters, gradients, optimizer + apart * size.optimizer * (1 / expert_replicas(layer, dp) - 1 / dp)
 
 
 def _held_state(stage: HeldLayers, state: tuple[float, float, float]) -> tuple[float, float, float]:
@@ -390,7 +398,7 @@ def _block_gradient_bytes(held: RankLayer, load: TokenLoad, precision: Precision
     states at both ends of a stage are counted with its messages.
 
     In a recomputed block with many tokens the MLP is computed in chunks, of which one exists at a time, so the block
-    then holds less than what its forward would keep.
+    then holds less than what its forward would keep. A grouped GEMM of experts reads copies of their weights.
     """
     layer, mlp = held.layer, mlp_arithmetic(held.layer)
     ffn = mlp.inner_width // held.tp
@@ -401,11 +409,14 @@ def _block_gradient_bytes(held: RankLayer, load: TokenLoad, precision: Precision
     activation = ffn + input_width - kept
     first_linear = gathered + layer.hidden - kept
     attention = mixer_arithmetic(layer).gradient_width // held.tp - input_width - kept
-    in_mlp = max(last_linear, activation, first_linear) * load.tokens
+    copied = mlp.copied_weights // held.tp if precision == "bf16" else 0
+    tokens = min(load.tokens, MLP_CHUNK_TOKENS) if held.recompute else load.tokens
+    in_mlp = max(last_linear * tokens + copied // 2, activation * tokens, first_linear * tokens + copied)
+    # What experts make is free before their backwards begin; until then its gradient is put in their order.
+    in_mlp = max(in_mlp - mlp.returned_width * tokens, (2 * mlp.copied_width - mlp.returned_width) * tokens)
     if held.recompute and load.tokens > MLP_CHUNK_TOKENS:
         states = layer.hidden // (held.tp if held.sp else 1)  # output of a chunk, gradients of its input and of all
-        in_chunk = input_width + kept + max(last_linear, activation, first_linear) + 2 * states
-        in_mlp = in_chunk * MLP_CHUNK_TOKENS + (states - input_width - kept) * load.tokens
+        in_mlp += (input_width + kept + 2 * states) * tokens + (states - input_width - kept) * load.tokens
     element_bytes = ELEMENT_BYTES[precision]
     exchanged = exchange_buffer_bytes(layer, held.tp, load, element_bytes)
     return float(max(in_mlp * element_bytes, attention * load.tokens * element_bytes + exchanged))

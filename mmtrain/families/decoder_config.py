@@ -11,7 +11,9 @@ _ARCHITECTURES = {
     "gemma3_text": "Gemma3ForCausalLM",
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
+    "mixtral": "MixtralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
 }
@@ -42,14 +44,16 @@ def decoder_config(model: NewModel) -> dict[str, Any]:
         config["rope_scaling"] = rope_scaling_config(scaling)
     if model_type == "gemma3_text":
         return config | _gemma_config(llm)
-    return config | {"hidden_act": "silu"} | _window_config(llm, model_type) | _moe_config(llm)
+    return config | {"hidden_act": "silu"} | _window_config(llm, model_type) | _moe_config(llm, model_type)
 
 
 def _model_type(llm: Settings) -> str:
     if llm["zero_centered_norms"]:
         return "gemma3_text"
     if llm["moe"] is not None:
-        return "qwen3_moe"
+        if llm["qk_norm"]:
+            return "qwen3_moe"
+        return "qwen2_moe" if llm["moe"]["shared_gate"] else "mixtral"
     if llm["qk_norm"]:
         return "qwen3"
     if llm["qkv_bias"]:
@@ -57,11 +61,16 @@ def _model_type(llm: Settings) -> str:
     return "llama" if llm["window"] is None else "mistral"
 
 
-def _moe_config(llm: Settings) -> dict[str, Any]:
+def _moe_config(llm: Settings, model_type: str) -> dict[str, Any]:
     moe = llm["moe"]
     if moe is None:
         return {}
+    if model_type == "mixtral":
+        sizes = {"num_local_experts": moe["experts"], "num_experts_per_tok": moe["top_k"]}
+        return {**sizes, "intermediate_size": moe["ffn"]}
+    of_qwen2 = {"shared_expert_intermediate_size": moe["shared_ffn"], "qkv_bias": llm["qkv_bias"]}
     return {
+        **(of_qwen2 if model_type == "qwen2_moe" else {}),
         "num_experts": moe["experts"],
         "num_experts_per_tok": moe["top_k"],
         "moe_intermediate_size": moe["ffn"],
@@ -72,7 +81,7 @@ def _moe_config(llm: Settings) -> dict[str, Any]:
 
 
 def _window_config(llm: Settings, model_type: str) -> dict[str, Any]:
-    if model_type == "mistral":
+    if model_type in ("mistral", "mixtral"):
         return {"sliding_window": llm["window"]}
     if llm["window"] is None:
         return {}

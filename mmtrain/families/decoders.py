@@ -17,13 +17,26 @@ from mmtrain.families.weight_layouts import (
     fused_down,
     fused_gate_and_up,
     gate_and_up,
+    head_features,
     query_key_value,
     vocabulary,
 )
 
-# A tensor for each linear of each expert, or one for all experts of a block, whose matrices are (outputs, inputs) or
-# (inputs, outputs).
-ExpertLayout = Literal["apart", "fused", "fused, inputs first"]
+# A tensor for each linear of each expert, by the names of Qwen or of Mixtral, or one for all experts of a block, whose
+# matrices are (outputs, inputs) or (inputs, outputs).
+ExpertLayout = Literal["apart", "apart, as Mixtral", "fused", "fused, inputs first"]
+_MLP_TENSORS = ("gate_proj", "up_proj", "down_proj")
+_MIXTRAL_TENSORS = ("w1", "w3", "w2")
+# What holds of mixtures without the keys of later families.
+PLAIN_MIXTURE: Settings = {
+    "scores": "softmax",
+    "weight_scale": 1.0,
+    "selection_bias": False,
+    "groups": 1,
+    "top_groups": 1,
+    "shared_ffn": None,
+    "shared_gate": False,
+}
 
 _TIED_KEY = "tie_word_embeddings"
 _FULL, _SLIDING = "full_attention", "sliding_attention"  # what `layer_types` says of a block
@@ -53,6 +66,7 @@ def decoder_settings(
         "ffn": config.integer("intermediate_size", assumed["intermediate_size"]),
         "mlp": "swiglu",
         "moe": None,
+        "rope_width": None,
         "qk_norm": False,
         "window": None,
         "full_attention_blocks": (),
@@ -80,16 +94,22 @@ def moe_settings(config: ConfigSection, num_blocks: int, defaults: Mapping[str, 
     if not isinstance(listed, list) or not all(type(block) is int and 0 <= block < num_blocks for block in listed):
         config.reject("mlp_only_layers", f"found {listed}, allowed: numbers of blocks, 0 to {num_blocks - 1}")
         listed = []
-    config.require("output_router_logits", False, default=False)
-    config.value("router_aux_loss_coef")  # of that loss
+    require_no_balancing_loss(config)
     of_both_names = (config.optional_integer(key, None) for key in ("num_experts", "num_local_experts"))
     return {
+        **PLAIN_MIXTURE,
         "experts": next((number for number in of_both_names if number is not None), defaults["experts"]),
         "top_k": config.integer("num_experts_per_tok", defaults["top_k"]),
         "ffn": config.integer("moe_intermediate_size", defaults["ffn"]),
         "normalize": config.flag("norm_topk_prob", normalizes),
         "dense_blocks": tuple(block for block in range(num_blocks) if block in listed or (block + 1) % step),
     }
+
+
+def require_no_balancing_loss(config: ConfigSection) -> None:
+    """Reject a loss over the tokens of a batch and of all blocks, which depends on the plan."""
+    config.require("output_router_logits", False, default=False)
+    config.value("router_aux_loss_coef")  # of that loss
 
 
 def decoder_weights(
@@ -119,10 +139,10 @@ def _block_weights(llm: Settings, block: int, theirs: str, layout: ExpertLayout)
     for kind, inputs in (("weight", (hidden,)), ("bias", ()))[: 1 + llm["qkv_bias"]]:
         projections = (f"{attention}q_proj.{kind}", f"{attention}k_proj.{kind}", f"{attention}v_proj.{kind}")
         joint = f"{ours}self_attention.linear_qkv.{kind}"
-        yield query_key_value(joint, projections, heads, kv_heads, head_dim, inputs)
-    if llm["qk_norm"]:
-        yield as_is(f"{ours}self_attention.q_layernorm.weight", f"{attention}q_norm.weight", (head_dim,))
-        yield as_is(f"{ours}self_attention.k_layernorm.weight", f"{attention}k_norm.weight", (head_dim,))
+        yield query_key_value(joint, projections, heads, kv_heads, head_dim, inputs, llm["rope_width"])
+    for norm in "qk" if llm["qk_norm"] else "":
+        ours_name = f"{ours}self_attention.{norm}_layernorm.weight"
+        yield head_features(ours_name, f"{attention}{norm}_norm.weight", head_dim, llm["rope_width"])
     output_shape = (hidden, heads * head_dim)
     yield as_is(f"{ours}self_attention.linear_proj.weight", f"{attention}o_proj.weight", output_shape)
     before_mlp = "pre_feedforward_layernorm" if llm["post_norms"] else "post_attention_layernorm"
@@ -134,22 +154,42 @@ def _block_weights(llm: Settings, block: int, theirs: str, layout: ExpertLayout)
     if moe is None or block in moe["dense_blocks"]:
         yield from _gated_mlp_weights(f"{ours}mlp.", f"{theirs}mlp.", (ffn, hidden))
         return
-    yield as_is(f"{ours}mlp.router.weight", f"{theirs}mlp.gate.weight", (moe["experts"], hidden))
-    shape = (moe["ffn"], hidden)
+    mixture = "block_sparse_moe." if layout == "apart, as Mixtral" else "mlp."
+    yield from _mixture_weights(moe, hidden, (f"{ours}mlp.", f"{theirs}{mixture}"), layout)
+
+
+def _mixture_weights(
+    moe: Settings, hidden: int, prefixes: tuple[str, str], layout: ExpertLayout
+) -> Iterator[ParameterSource]:
+    """Yield the weights of a mixture of experts; `prefixes` are those of our parameters and of the tensors."""
+    ours, theirs = prefixes
+    yield as_is(f"{ours}router.weight", f"{theirs}gate.weight", (moe["experts"], hidden))
+    if moe["selection_bias"]:
+        yield as_is(f"{ours}router.selection.bias", f"{theirs}gate.e_score_correction_bias", (moe["experts"],))
+    if moe["shared_ffn"] is not None:
+        shared = "shared_expert" if moe["shared_gate"] else "shared_experts"  # of Qwen2, which has a gate; of GLM
+        yield from _gated_mlp_weights(f"{ours}shared.", f"{theirs}{shared}.", (moe["shared_ffn"], hidden))
+    if moe["shared_gate"]:
+        yield as_is(f"{ours}shared_gate.weight", f"{theirs}shared_expert_gate.weight", (1, hidden))
+    shape, experts = (moe["ffn"], hidden), f"{theirs}experts."
     for expert in range(moe["experts"]):
-        name, experts = f"mlp.experts.{expert}.", f"{theirs}mlp.experts."
-        if layout == "apart":
-            yield from _gated_mlp_weights(f"{ours}{name}", f"{theirs}{name}", shape)
+        name = f"{ours}experts.{expert}."
+        if layout in ("apart", "apart, as Mixtral"):
+            tensors = _MLP_TENSORS if layout == "apart" else _MIXTRAL_TENSORS
+            yield from _gated_mlp_weights(name, f"{experts}{expert}.", shape, tensors)
             continue
         first, last, is_swapped = f"{experts}gate_up_proj", f"{experts}down_proj", layout == "fused, inputs first"
-        yield fused_gate_and_up(f"{ours}{name}linear_fc1.weight", first, expert, shape, inputs_first=is_swapped)
-        yield fused_down(f"{ours}{name}linear_fc2.weight", last, expert, shape[::-1], inputs_first=is_swapped)
+        yield fused_gate_and_up(f"{name}linear_fc1.weight", first, expert, shape, inputs_first=is_swapped)
+        yield fused_down(f"{name}linear_fc2.weight", last, expert, shape[::-1], inputs_first=is_swapped)
 
 
-def _gated_mlp_weights(ours: str, theirs: str, shape: tuple[int, int]) -> Iterator[ParameterSource]:
-    """Yield the weights of a gated MLP; `shape` is (inner width, hidden)."""
-    yield gate_and_up(f"{ours}linear_fc1.weight", f"{theirs}gate_proj.weight", f"{theirs}up_proj.weight", shape)
-    yield as_is(f"{ours}linear_fc2.weight", f"{theirs}down_proj.weight", (shape[1], shape[0]))
+def _gated_mlp_weights(
+    ours: str, theirs: str, shape: tuple[int, int], tensors: tuple[str, str, str] = _MLP_TENSORS
+) -> Iterator[ParameterSource]:
+    """Yield the weights of a gated MLP; `shape` is (inner width, hidden), `tensors` its gate, values, output."""
+    gate, up, down = (f"{theirs}{tensor}.weight" for tensor in tensors)
+    yield gate_and_up(f"{ours}linear_fc1.weight", gate, up, shape)
+    yield as_is(f"{ours}linear_fc2.weight", down, (shape[1], shape[0]))
 
 
 def decoder_buffers(settings: FolderSettings) -> tuple[str, ...]:

@@ -126,6 +126,7 @@ class Family:
     markups: how its processor writes media into text, for those where that is more than the placeholder that the folder
         names, once for each feature.
     ignored: suffixes of tensors that may be in a folder and hold nothing to keep (buffers).
+    other_blocks: likewise, by the settings of a folder: of blocks that predict further tokens, behind the others.
     other_models: prefixes of the tensors of other models in its folders, which training leaves alone and export copies.
     writer: for families as which a model that started from random weights can be exported.
     """
@@ -143,6 +144,7 @@ class Family:
     spellings: tuple[tuple[PrefixChange, ...], ...] = ((),)
     ignored: Callable[[FolderSettings], tuple[str, ...]] = lambda _: ()
     other_models: tuple[str, ...] = ()
+    other_blocks: Callable[[FolderSettings], tuple[str, ...]] = lambda _: ()
     writer: FolderWriter | None = None
 
     @property

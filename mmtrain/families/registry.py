@@ -12,6 +12,7 @@ from mmtrain.families.folder_files import CONFIG_FILE, IMAGE_PROCESSOR_FILE
 from mmtrain.families.gemma3 import GEMMA3
 from mmtrain.families.gemma3_text import GEMMA3_TEXT
 from mmtrain.families.generators import PIXART, UNET, VAE
+from mmtrain.families.glm4_moe import GLM4_MOE
 from mmtrain.families.image_processors import image_processor_settings
 from mmtrain.families.internvl import INTERNVL
 from mmtrain.families.llava import LLAVA
@@ -22,7 +23,7 @@ from mmtrain.families.qwen2_5_vl import QWEN2_5_VL
 from mmtrain.families.qwen2_audio import QWEN2_AUDIO
 from mmtrain.families.qwen2_vl import QWEN2_VL
 from mmtrain.families.qwen3_vl import QWEN3_VL, QWEN3_VL_MOE
-from mmtrain.families.text_decoders import LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE
+from mmtrain.families.text_decoders import LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from mmtrain.plugins import find_plugin, installed_plugins
 
 FAMILIES: dict[str, Family] = {
@@ -30,13 +31,16 @@ FAMILIES: dict[str, Family] = {
     for family in (
         GEMMA3,
         GEMMA3_TEXT,
+        GLM4_MOE,
         INTERNVL,
         LLAMA,
         LLAVA,
         LLAVA_NEXT,
         LLAVA_ONEVISION,
         MISTRAL,
+        MIXTRAL,
         QWEN2,
+        QWEN2_MOE,
         QWEN2_AUDIO,
         QWEN2_VL,
         QWEN2_5_OMNI,

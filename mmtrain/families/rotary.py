@@ -10,14 +10,20 @@ _YARN_FAST_TURNS, _YARN_SLOW_TURNS = 32.0, 1.0  # `beta_fast` and `beta_slow` of
 _UNSCALED_KINDS = ("default", "mrope")  # the second is how transformers 4 wrote positions in time, row and column
 
 
-def rotary_settings(config: ConfigSection, default_theta: float, interleaved: bool = False) -> Settings:
+def rotary_settings(
+    config: ConfigSection, default_theta: float, interleaved: bool = False, turns_all: bool = True
+) -> Settings:
     """Read the rotary positions as `transformers` 5 (`rope_parameters`) or 4 (`rope_theta`, `rope_scaling`) wrote.
 
     interleaved: whether the family's pairs that time, row and column rotate take turns.
+    turns_all: whether all features of a head turn; the caller reads which part of them does otherwise.
     """
     theta = config.number("rope_theta", default_theta)
     rotary = stated_rotary(config)
-    rotary.require("partial_rotary_factor", 1.0, 1, None, default=None)
+    if turns_all:
+        rotary.require("partial_rotary_factor", 1.0, 1, None, default=None)
+    else:
+        rotary.value("partial_rotary_factor")
     rotary.require("mrope_interleaved", interleaved, default=interleaved)
     settings = {
         "rope_base": rotary.number("rope_theta", theta),

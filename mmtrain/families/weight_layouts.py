@@ -171,24 +171,57 @@ def fused_down(name: str, tensor: str, expert: int, shape: tuple[int, int], *, i
 
 
 def query_key_value(
-    name: str, tensors: tuple[str, str | None, str], heads: int, kv_heads: int, head_dim: int, inputs: Sequence[int]
+    name: str,
+    tensors: tuple[str, str | None, str],
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    inputs: Sequence[int],
+    turning: int | None = None,
 ) -> ParameterSource:
     """Return the joint projection: for each KV head the rows of its query heads, then of its key, then of its value.
 
     tensors: of queries, keys and values. Models whose keys have no bias have None for it, and zeros in our parameter.
-    inputs: the dimensions after the rows, (hidden,) of weights, () of biases.
+    inputs: the dimensions after the rows, (hidden,) of weights, () of biases. turning: see `head_features`.
     """
     query_rows = heads // kv_heads * head_dim
+    parts = (query_rows, turning), (head_dim, turning), (head_dim, None)
     blocks = []
     row = 0
     for head in range(kv_heads):
-        for tensor, rows in zip(tensors, (query_rows, head_dim, head_dim), strict=True):
+        for tensor, (rows, of_part) in zip(tensors, parts, strict=True):
             if tensor is not None:
-                rest = _whole(inputs)
-                tensor_box = ((head * rows, (head + 1) * rows), *rest)
-                blocks.append(Block(tensor, tensor_box, ((row, row + rows), *rest)))
+                blocks += _rows_of_heads(tensor, (head * rows, rows), row, inputs, (head_dim, of_part))
             row += rows
     return ParameterSource(name, tuple(blocks), may_be_padded=None in tensors)
+
+
+def head_features(name: str, tensor: str, head_dim: int, turning: int | None) -> ParameterSource:
+    """Return a vector over the features of a head.
+
+    turning: how many features rotary positions turn, where these are not all. A tensor has them first, half of each
+        pair in front of the other halves. Ours pairs a head's first half with its second one, with these pairs first.
+    """
+    return ParameterSource(name, tuple(_rows_of_heads(tensor, (0, head_dim), 0, (), (head_dim, turning))))
+
+
+def _rows_of_heads(
+    tensor: str, rows: tuple[int, int], row: int, inputs: Sequence[int], head: tuple[int, int | None]
+) -> list[Block]:
+    """Return the blocks of rows (first, number) of some heads of a tensor, which are ours from `row` on."""
+    (first, number), (head_dim, turning), rest = rows, head, _whole(inputs)
+    if turning is None or turning == head_dim:
+        return [Block(tensor, ((first, first + number), *rest), ((row, row + number), *rest))]
+    half, still = turning // 2, (head_dim - turning) // 2
+    # Where a run of features starts in a head of the tensor, and its length, in our order.
+    runs = ((0, half), (turning, still), (half, half), (turning + still, still))
+    blocks = []
+    for start in range(first, first + number, head_dim):
+        for offset, length in runs:
+            theirs, ours = start + offset, (row, row + length)
+            blocks.append(Block(tensor, ((theirs, theirs + length), *rest), (ours, *rest)))
+            row += length
+    return blocks
 
 
 def joint_query_key_value(name: str, tensor: str, heads: int, head_dim: int, inputs: Sequence[int]) -> ParameterSource:

@@ -9,6 +9,7 @@ from mmtrain.planning.artifact.plan import Plan
 from mmtrain.program.ir.program import ranges_text
 from mmtrain.report.comparison import comparison_cells, comparison_head
 from mmtrain.report.drawing import DARK_COLORS, LIGHT_COLORS, UNIT_COLORS, Color, svg, unit_color
+from mmtrain.report.expert_loads import ExpertLoads
 from mmtrain.report.idle_time import IDLE_MEANINGS, IDLE_NAMES
 from mmtrain.report.logged_totals import PHASE_HEAD, PHASE_TITLE, SOURCE_HEAD, phase_rows, sum_sources
 from mmtrain.report.plain_text import memory_text, seconds_text, time_spread_text
@@ -291,6 +292,8 @@ def training_html(metrics: Sequence[Mapping[str, Any]] | None) -> str:
     if not metrics:
         return "<p>No step was logged.</p>"
     changes = "".join(f"<p>{escape(sentence)}.</p>" for sentence in rank_changes(metrics))
+    if loads := ExpertLoads.of_logged(metrics):
+        changes += f"<p>{escape(' '.join(loads.sentences()))}</p>"
     rows = [source.cells() for source in sum_sources(metrics)]
     sources = table_html(SOURCE_HEAD, rows) if rows else ""
     return f'<div class="curves">{"".join(_curves(metrics))}</div>{changes}{sources}'

@@ -65,6 +65,25 @@ class DispatchMetrics:
 
 
 @dataclass(frozen=True)
+class ExpertMetrics:
+    """How a step's tokens fell on the experts of mixtures. Layers are named as `llm.layers.3`."""
+
+    max_over_mean: Mapping[str, float]  # by layer: tokens of its fullest expert over the mean
+    spread: float  # standard deviation of the experts' tokens in a pass over their mean: `parallel.llm.expert_spread`
+    fullest_rank: float  # of ranks that hold experts together, tokens of the fullest in a pass over the mean
+    dead: Mapping[str, tuple[int, ...]]  # by layer: experts without a token in the step
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as part of an object of `metrics.jsonl`."""
+        return {
+            "spread": self.spread,
+            "fullest_rank": self.fullest_rank,
+            "max_over_mean": dict(self.max_over_mean),
+            "dead": {layer: list(experts) for layer, experts in self.dead.items()},
+        }
+
+
+@dataclass(frozen=True)
 class StepMetrics:
     """One step of the whole job, over all ranks."""
 
@@ -92,6 +111,7 @@ class StepMetrics:
     ranks: int | None = None  # that trained this step; the number changes in elastic runs
     padding: int | None = None  # LLM tokens that only pad samples; None where nothing is padded
     dispatch: DispatchMetrics | None = None  # None where units are not sharded
+    experts: ExpertMetrics | None = None  # None without mixtures of experts
     extra: Mapping[str, float] = field(default_factory=dict)  # what plug-ins measured, by their names
     resume_s: float | None = None  # since the last step before; in the first step of an elastic run that was resumed
 
@@ -109,8 +129,8 @@ class StepMetrics:
         """Return the step as an object of `metrics.jsonl`; numbers that are not finite become null.
 
         Left out are `drawing_loss`, `peak_reserved_bytes`, `val_loss`, `val_drawing_loss`, `val_exact`, `padding`,
-        `bound_sample`, `ranks`, `resume_s` and `dispatch` if they are None, `extra` if it is empty, and `sources` if
-        there is one only.
+        `bound_sample`, `ranks`, `resume_s`, `dispatch` and `experts` if they are None, `extra` if it is empty,
+        and `sources` if there is one only.
         """
         values = {
             "step": self.step,
@@ -144,6 +164,7 @@ class StepMetrics:
             ),
             **({"extra": {name: _finite(v) for name, v in self.extra.items()}} if self.extra else {}),
             **({} if self.dispatch is None else {"dispatch": self.dispatch.to_json()}),
+            **({} if self.experts is None else {"experts": self.experts.to_json()}),
             "edges": {edge: {"bytes": e.nbytes, "wait_s": e.wait_s} for edge, e in self.edges.items()},
         }
         return {name: _finite(value) if isinstance(value, float) else value for name, value in values.items()}

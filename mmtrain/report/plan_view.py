@@ -242,6 +242,7 @@ def _sentences(plan: Plan) -> Iterator[str]:
         inside = f"{predicted.scheduling_efficiency:.0%} of the encoders' work runs inside the LLM's own step"
         coarse = predicted.coarse_scheduling_efficiency
         yield f"{inside}." if coarse is None else f"{inside}; {coarse:.0%} would if all ran before or behind the LLM's."
+    yield from _expert_sentences(plan)
     yield from _choice_sentences(plan)
     for choice in predicted.other_choices:
         yield (
@@ -266,6 +267,27 @@ def _fullest_rank_kinds(predicted: Prediction) -> dict[str, float]:
         return {}
     fullest = max(predicted.peak_memory_gib, key=lambda ranks: predicted.peak_memory_gib[ranks])
     return predicted.memory_kinds_gib.get(fullest, {})
+
+
+def _expert_sentences(plan: Plan) -> Iterator[str]:
+    """Say what unequal loads of experts cost, and why so many ranks hold them together."""
+    experts, ep = plan.predicted.experts, plan.units[LLM].ep
+    if experts is None:
+        return
+    if experts.spread:
+        yield (
+            f"Experts are loaded unevenly (parallel.llm.expert_spread {experts.spread:g}; `mmtrain report` states what "
+            f"a run recorded): the fullest of {ep} ranks computes {experts.fullest_rank:.2f}x the mean, so that a step "
+            f"takes {experts.slower:.1%} longer."
+        )
+    found = {number: seconds for number, seconds in experts.trials.items() if seconds is not None}
+    if not experts.trials:
+        return
+    listed = ", ".join(f"{number}: {seconds_text(seconds)}" for number, seconds in found.items())
+    rest = [str(number) for number in experts.trials if number not in found]
+    no_faster = f"; on {', '.join(rest)} ranks nothing fits or is as fast" if rest else ""
+    quick = f"a quick search found, by ep, steps of {listed}{no_faster}" if found else "no quick search found a plan"
+    yield f"Experts lie on {ep} ranks (ep): {quick}."
 
 
 def _choice_sentences(plan: Plan) -> Iterator[str]:

@@ -12,6 +12,7 @@ from mmtrain.planning.artifact.plan import Plan
 from mmtrain.program import BUBBLE_KINDS, Compute, Timeline
 from mmtrain.recipe import Recipe
 from mmtrain.report.comparison import ComparisonRow, RunTrace, critical_path_rows
+from mmtrain.report.expert_loads import ExpertLoads
 from mmtrain.report.logged_totals import measured_phases, predicted_phases, sum_sources
 from mmtrain.report.metrics_record import steady_steps
 from mmtrain.report.rank_groups import num_replica_groups, ranks_to_draw
@@ -277,4 +278,5 @@ def _training_json(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "last_val_loss": validated[-1]["val_loss"] if validated else None,
         "rank_changes": rank_changes(metrics),
         "sources": [asdict(source) for source in sum_sources(metrics)],
+        "experts": None if (loads := ExpertLoads.of_logged(metrics)) is None else asdict(loads),
     }

@@ -21,5 +21,9 @@ def step_scalars(entry: Mapping[str, Any]) -> dict[str, float]:
     for unit, volume in dispatch.pop("off_node", {}).items():
         scalars |= {f"off_node_{name}/{unit}": value for name, value in volume.items()}
     scalars |= {f"dispatch/{name}": value for name, value in dispatch.items()}
+    if experts := rest.pop("experts", None):
+        scalars |= {f"experts/{name}": experts[name] for name in ("spread", "fullest_rank")}
+        scalars["experts/max_over_mean"] = max(experts["max_over_mean"].values(), default=0.0)
+        scalars["experts/dead"] = sum(map(len, experts["dead"].values()))
     scalars |= {f"train/{name}": value for name, value in rest.items() if name not in NOT_CURVES}
     return {name: float(value) for name, value in scalars.items() if isinstance(value, int | float)}

@@ -8,6 +8,7 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from mmtrain.report.comparison import COMPUTE_TID, comparison_cells, comparison_head
+from mmtrain.report.expert_loads import ExpertLoads
 from mmtrain.report.live_display import sparkline
 from mmtrain.report.logged_totals import PHASE_HEAD, PHASE_TITLE, SOURCE_HEAD, phase_rows, sum_sources
 from mmtrain.report.plain_text import DEFAULT_WIDTH, memory_text, render_text, time_spread_text
@@ -54,6 +55,8 @@ def report_text(contents: ReportContents, width: int = DEFAULT_WIDTH) -> str:
         parts += [_table(STAGE_SPREAD_TITLE, STAGE_SPREAD_HEAD, cells), STAGE_SPREAD_NOTE]
     if spread := recorded_spread(contents.trace, contents.simulated, contents.plan):
         parts.append(f"Recorded {time_spread_text(spread.ranks, spread.layers)}.")
+    if loads := ExpertLoads.of_logged(contents.metrics):
+        parts += loads.sentences()
     if contents.grouping_scores:
         head, rows, note = balance_rows(contents.grouping_scores, contents.grouping_method)
         parts += [_table("Load balance by grouping method", head, rows), note]

@@ -47,7 +47,8 @@ def match_tensors(
     carried = _tensor_shapes(respell(folder.settings.carried if unit is None else (), spelling))
     shapes = _tensor_shapes(sources) | carried
     ignored = family.ignored(folder.settings)
-    of_others = sorted(name for name in stored.tensors if name.startswith(family.other_models))
+    of_others_prefixes = family.other_models + family.other_blocks(folder.settings)
+    of_others = sorted(name for name in stored.tensors if name.startswith(of_others_prefixes))
     expected_names = shapes.keys() | set(of_others)
     of_folder = respell([*of_family, *folder.settings.carried], spelling)
     known = expected_names | _tensor_shapes(of_folder).keys()

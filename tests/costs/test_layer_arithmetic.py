@@ -36,6 +36,10 @@ TEXTS = (9, 12, 15)
 CLIPS = (12, 4, 20)
 PLACES = (1, 2, 3, 4, 5, 6, 13, 22, 23, 24, 25, 26, 27)
 
+GROUPED = {
+    "experts": 6, "top_k": 2, "ffn": 24, "scores": "sigmoid", "selection_bias": True, "groups": 3, "top_groups": 2,
+    "shared_ffn": 40, "shared_gate": True, "dense_blocks": (0,),
+}  # fmt: skip
 MODELS = {
     "plain": settings(),
     "clip": settings(
@@ -57,6 +61,7 @@ MODELS = {
     "resampled": settings(vision=RESAMPLED),
     "resampled, raw tokens": settings(vision=RESAMPLED | {"freeze": True, "post_norm": False}),
     "experts": settings(llm={"moe": {"experts": 5, "top_k": 2, "ffn": 24, "dense_blocks": (1,)}}),
+    "experts beside a shared one": settings(llm={"moe": GROUPED}),
     "windows": settings(vision=WINDOWED),
     "scaled": settings(vision=SCALED),
     "deepstack": settings(vision=DEEPSTACK),

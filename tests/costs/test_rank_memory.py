@@ -172,6 +172,12 @@ def saved_bytes(module: torch.nn.Module, hidden: Tensor | None, run: object) -> 
     return sum(s.nbytes() for s in storages.values())
 
 
+GROUPED: dict[str, Any] = {
+    "experts": 64, "top_k": 2, "ffn": 96, "shared_ffn": 96, "shared_gate": True, "scores": "sigmoid",
+    "selection_bias": True, "groups": 4, "top_groups": 2, "balance_loss": 1e-3,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("unit", "more"),
     [
@@ -189,6 +195,8 @@ def saved_bytes(module: torch.nn.Module, hidden: Tensor | None, run: object) -> 
         ("llm", {"image_attention": "bidirectional"}),
         ("llm", {"moe": {"experts": 8, "top_k": 2, "ffn": 160}}),
         ("llm", {"moe": {"experts": 6, "top_k": 3, "ffn": 96, "normalize": False, "dense_blocks": (0,)}}),
+        ("llm", {"moe": {"experts": 8, "top_k": 2, "ffn": 96, "shared_ffn": 160, "scores": "sigmoid", "z_loss": 1e-3}}),
+        ("llm", {"moe": GROUPED}),
     ],
 )
 def test_activation_bytes_are_those_that_autograd_saves(unit: str, more: dict[str, Any]) -> None:

@@ -42,11 +42,12 @@ def _label(token: int, is_target: bool) -> int:
 
 
 # Tokenizers, templates and processors of these are those of the dense models.
-_WITH_EXPERTS = {"qwen3_moe", "qwen3_vl_moe"}
+_WITH_EXPERTS = {"mixtral", "qwen2_moe", "qwen3_moe", "qwen3_vl_moe"}
+_NOT_JUDGED = {"glm4_moe"}  # no package has its vocabulary; `tests.flow.test_pretrained` trains it with a tiny one
 
 
 def test_every_family_is_judged() -> None:
-    assert {chat.family for chat in CHAT_FAMILIES.values()} == set(FAMILIES) - _WITH_EXPERTS
+    assert {chat.family for chat in CHAT_FAMILIES.values()} == set(FAMILIES) - _WITH_EXPERTS - _NOT_JUDGED
 
 
 # Those whose vocabulary opens in a second are judged in the quick tests too, and Gemma's, which takes ten, once in the

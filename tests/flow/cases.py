@@ -18,6 +18,7 @@ from mmtrain.data.media.image_grids import MediumGrid
 from mmtrain.data.text.sample_tokenizer import EncodedSample
 from mmtrain.models.build_stage import StageOptions, build_stage
 from mmtrain.models.megatron import ParallelGroups
+from mmtrain.models.megatron.selection_biases import SelectionBiases
 from mmtrain.models.shapes.model_shape import build_model_shape
 from mmtrain.models.stage.stage_inputs import EncoderInput, TextInput
 from mmtrain.models.stage.stage_module import StageSpec
@@ -375,6 +376,10 @@ class Reference:
             groups.append({"params": [p for p in trained if p.ndim > 1], "weight_decay": decay, "lr": lr})
             groups.append({"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0, "lr": lr})
         self.adam = torch.optim.AdamW(groups, betas=optimizer.betas, eps=optimizer.eps)
+        self.biases = []
+        if settings.model.llm.moe is not None:
+            single, rate = ParallelGroups.single(), settings.model.llm.moe.selection_bias_rate
+            self.biases = [SelectionBiases(self.stages.values(), single.dp, rate)]
 
     def step(self, samples: range = SAMPLES) -> tuple[float, float, dict[str, Tensor]]:
         """Run one optimizer step on the samples; return loss, gradient norm and gradients by name.
@@ -382,7 +387,10 @@ class Reference:
         What no sample reaches has a gradient of zero, not none: weights decay and momentum goes on in a step without
         images too, as it must when some ranks have images and others none.
         """
-        total = int(lengths(self.encoders).targets[samples].sum())
+        found = lengths(self.encoders)
+        total, self.token_weight = int(found.targets[samples].sum()), 1 / int(found.tokens[samples].sum())
+        for biases in self.biases:
+            biases.reset()
         for param in self.stages.parameters():
             param.grad = torch.zeros_like(param) if param.requires_grad else None
         loss = 0.0
@@ -403,6 +411,8 @@ class Reference:
                 if param.grad is not None:
                     param.grad *= limit / norm
         self.adam.step()
+        for biases in self.biases:
+            biases.step(torch.zeros(()))
         return loss, norm, gradients
 
     def _loss(self, sample: int, grids: list[tuple[int, int]]) -> Tensor:
@@ -430,6 +440,7 @@ class Reference:
         if self.settings.model.llm.image_attention == "bidirectional" and num_features:
             spans = ((2, 2 + num_features),)  # no text is between the images of a sample, so they count as one
         inputs = TextInput((len(ids),), ids, labels, places, positions, image_spans=spans)
+        inputs = replace(inputs, token_weight=self.token_weight)
         loss: Tensor = self.stages["llm"](None, inputs, features)
         return loss
 

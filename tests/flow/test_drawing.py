@@ -198,7 +198,8 @@ def train_alone(settings: Recipe, samples: Samples = ALL_SAMPLES) -> list[tuple[
     for step in range(NUM_STEPS):
         counts = once | {LLM: settings.train.global_batch}
         meta = batch(settings, index, step, once, counts, samples)
-        steps.append(alone.step(meta.sample_id.tolist(), loss_scales(settings, meta), partial(load, step)))
+        scales, num_tokens = loss_scales(settings, meta), int(meta.tokens.sum())
+        steps.append(alone.step(meta.sample_id.tolist(), scales, num_tokens, partial(load, step)))
     return steps
 
 

@@ -1,14 +1,34 @@
 """Mixtures of experts compute under any plan what one process does sample by sample."""
 
-from typing import Any
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
+import torch
 
-from tests.flow.cases import Mesh, plan, recipe
+from mmtrain.costs.gradient_reduction import BYTES_PER_GRADIENT
+from mmtrain.costs.rank_memory import StateBytes, layer_state
+from mmtrain.models.kernels import grouped_gemm
+from mmtrain.models.megatron.experts import ExpertMlp
+from mmtrain.models.shapes.model_shape import build_model_shape
+from mmtrain.planning import Plan
+from mmtrain.planning.artifact.plan_graph import planned_shape
+from mmtrain.planning.evaluate.simulate_plan import plan_timing
+from mmtrain.program.ir.data_dependencies import gradient_buckets, participants
+from mmtrain.recipe import Recipe
+from mmtrain.report.metrics_record import ExpertMetrics
+from mmtrain.runtime.execution.rank_context import build_rank_context
+from mmtrain.runtime.training.expert_loads import ExpertLoadReducer
+from mmtrain.runtime.world import World
+from tests.distributed import run_ranks
+from tests.flow.cases import SAMPLES, Mesh, batch, plan, recipe, step_data
 from tests.flow.cells import ADAPTED
-from tests.flow.equality import assert_equals_one_process
+from tests.flow.equality import assert_equals_one_process, train_steps
+from tests.flow.gather import whole
 from tests.flow.orders import PIPELINE, TOGETHER
-from tests.flow.test_replicated import replicated
+from tests.flow.test_replicated import change_plan, replicated
 from tests.tiers import mostly_long
 
 ALL = (0, 1, 2, 3, 4)
@@ -18,6 +38,17 @@ MOE: dict[str, Any] = {
     "model__llm__qk_norm": True,
 }
 UNNORMALIZED: dict[str, Any] = {"model__llm__moe": {"experts": 3, "top_k": 1, "ffn": 12, "normalize": False}}
+# What DeepSeek-V3 and GLM-4.5 do, with losses of the router, and with a gate; the first block is dense.
+SHARED: dict[str, Any] = {
+    "model__llm__moe": {
+        "experts": 6, "top_k": 2, "ffn": 16, "dense_blocks": (0,), "shared_ffn": 20, "shared_gate": True,
+        "scores": "sigmoid", "selection_bias": True, "selection_bias_rate": 0.05, "groups": 3, "top_groups": 2,
+        "weight_scale": 1.5, "balance_loss": 0.3, "z_loss": 0.02,
+    }
+}  # fmt: skip
+LOSSES: dict[str, Any] = {
+    "model__llm__moe": {"experts": 6, "top_k": 2, "ffn": 16, "shared_ffn": 12, "balance_loss": 0.3, "z_loss": 0.02}
+}
 
 # name -> (recipe changes, meshes). LLM layers: 0 embedding, 1-3 blocks, 4 head.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Mesh]]] = {
@@ -42,6 +73,22 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Mesh]]] = {
         {"vision": Mesh((), (0, 1), dp=2), "llm": Mesh((), (0, 1), dp=2)},
     ),
     "shared sequences": (MOE, {"vision": Mesh((), (0,)), "llm": Mesh((), (1, 2), cp=2, split="even")}),
+    "shared expert and losses, dp2 pp2 vpp2": (
+        SHARED,
+        {"vision": Mesh((), (0,)), "llm": Mesh((1, 2, 3), (1, 2, 3, 4), dp=2, vpp=2)},
+    ),
+    "shared expert and losses, shared sequences": (
+        SHARED,
+        {"vision": Mesh((), (0,)), "llm": Mesh((), (1, 2), cp=2, split="even")},
+    ),
+    "shared expert and losses, ring, tp2, activations again": (
+        LOSSES | {"parallel__llm__recompute": "selective"},
+        {"vision": Mesh((), (0,)), "llm": Mesh((), (0, 1, 2, 3), cp=2, tp=2, sp=True, method="ring", split="even")},
+    ),
+    "shared expert and losses, a router frozen with its bias": (
+        SHARED | {"train__freeze": ("llm.layers.2.mlp.router.*", "llm.layers.3.mlp.router.selection.bias")},
+        {"vision": Mesh((), (0,)), "llm": Mesh((2,), (1, 2))},
+    ),
 }
 ORDERED: dict[str, tuple[dict[str, Any], dict[str, Mesh], dict[int, Any]]] = {
     "in parts, tp2 with slices of tokens, recomputed": (
@@ -54,6 +101,11 @@ ORDERED: dict[str, tuple[dict[str, Any], dict[str, Mesh], dict[int, Any]]] = {
     ),
     "in parts, tp2": (
         UNNORMALIZED,
+        {"vision": Mesh((), (0, 1), tp=2), "llm": Mesh((), (0, 1), tp=2)},
+        {0: TOGETHER, 1: TOGETHER},
+    ),
+    "in parts, tp2, shared expert and losses": (
+        SHARED,
         {"vision": Mesh((), (0, 1), tp=2), "llm": Mesh((), (0, 1), tp=2)},
         {0: TOGETHER, 1: TOGETHER},
     ),
@@ -75,9 +127,9 @@ def test_a_mixture_in_pieces_computes_what_one_process_does(case: str) -> None:
     assert_equals_one_process(settings, plan(settings, "explicit", order, **meshes))
 
 
-@pytest.mark.parametrize("recompute", [(), ALL])
-def test_a_sharded_mixture_computes_what_one_process_does(recompute: tuple[int, ...]) -> None:
-    settings = recipe(**MOE)
+@pytest.mark.parametrize(("changes", "recompute"), [(SHARED, ()), (MOE, ALL)])
+def test_a_sharded_mixture_computes_what_one_process_does(changes: dict[str, Any], recompute: tuple[int, ...]) -> None:
+    settings = recipe(**changes)
     assert_equals_one_process(settings, replicated(settings, 2, 2, recompute, "all"), texts_between=True)
 
 
@@ -100,6 +152,13 @@ EXPERT_PARALLEL: dict[str, tuple[dict[str, Any], dict[str, Mesh]]] = {
         SIX_EXPERTS | {"train__freeze": ("llm.layers.*.mlp.experts.[1-5].*",), "train__global_batch": 6},
         {"vision": Mesh((), (0,)), "llm": Mesh((2,), tuple(range(1, 7)), dp=3, ep=3)},
     ),
+    "ep2 of dp2, tp2 with slices of tokens, shared expert and losses, recomputed": (
+        SHARED,
+        {
+            "vision": Mesh((), (0, 1), tp=2, sp=True),
+            "llm": Mesh((), (0, 1, 2, 3), tp=2, dp=2, ep=2, sp=True, recompute=(1, 3)),
+        },
+    ),
     "ep2 of cp2": (SIX_EXPERTS, {"vision": Mesh((), (0,)), "llm": Mesh((), (1, 2), cp=2, split="even", ep=2)}),
     "ep4 of dp2 cp2": (
         {"model__llm__moe": {"experts": 4, "top_k": 1, "ffn": 16}},
@@ -113,3 +172,136 @@ def test_ranks_that_share_experts_compute_what_one_process_does(case: str) -> No
     changes, meshes = EXPERT_PARALLEL[case]
     settings = recipe(**changes)
     assert_equals_one_process(settings, plan(settings, **meshes), texts_between=True)
+
+
+@pytest.mark.slow  # 4 s
+def test_selection_biases_are_saved_and_go_over_to_another_plan(tmp_path: Path) -> None:
+    settings = recipe(**SHARED)
+    first = plan(settings, vision=Mesh((), (0,)), llm=Mesh((), (0, 1), dp=2, ep=2))
+    ranks = run_ranks(2, change_plan, settings, first, replicated(settings, 2, 2), tmp_path)
+    losses, next_losses = (sum(rank[i] for rank in ranks) for i in (0, 1))
+    assert next_losses == pytest.approx(losses, rel=1e-6)
+    saved = whole([piece for rank in ranks for piece in rank[2]])
+    biases = [saved[f"llm.layers.{block}.mlp.router.selection.bias"] for block in (2, 3)]  # the first block is dense
+    rate = settings.model.llm.moe.selection_bias_rate if settings.model.llm.moe else 0.0
+    for bias in biases:
+        assert bias.dtype == torch.float32
+        assert set(bias.sign().tolist()) >= {-1.0, 1.0}, "some experts had more tokens than others"
+        assert torch.allclose(bias.abs(), rate * bias.sign().abs())
+
+
+def test_costs_count_the_state_of_experts_that_ranks_hold_apart() -> None:
+    changes = SIX_EXPERTS | {"train__freeze": ("llm.layers.1.mlp.experts.[1-5].*",)}
+    settings = recipe(**changes)
+    layout = plan(settings, vision=Mesh((), (0,)), llm=Mesh((), (1, 2, 3, 4), dp=4, ep=2))
+    counted = run_ranks(layout.world_size, _count_of_rank, settings, layout)[1:]
+    model = planned_shape(layout, build_model_shape(settings))
+    states = [layer_state(layer, 1, 4, StateBytes(1, 1, 1)) for layer in model.unit("llm").layers]
+    parameters, gradients, optimizer = map(sum, zip(*states, strict=True))
+    assert {count.parameters for count in counted} == {parameters}
+    assert max(count.gradients for count in counted) == gradients  # half of the ranks hold no expert that trains there
+    fullest = [count for count in counted if count.gradients == gradients]
+    assert len(fullest) == 2
+    assert sum(count.optimizer for count in fullest) == pytest.approx(2 * optimizer, rel=0.01)
+    of_step = batch(0, SAMPLES, {"vision": 1, "llm": 4}, layout.schedule.num_microbatches)
+    timing = plan_timing(settings, layout, of_step)
+    reductions = gradient_buckets(timing.graph, 1)
+    group = participants(timing.graph, 1, next(iter(reductions)))
+    reduced_bytes = sum(timing.collective(1, reduction, group).nbytes for reduction in reductions)
+    assert reduced_bytes == BYTES_PER_GRADIENT * gradients
+
+
+def test_every_plan_records_the_same_loads_of_experts() -> None:
+    settings = recipe(**SIX_EXPERTS)
+    alone = plan(settings, vision=Mesh((), (0,)), llm=Mesh((), (0,)))
+    llm = Mesh((2,), (1, 2, 3, 4, 5, 6, 7, 8), dp=2, tp=2, ep=2, recompute=(1, 3))
+    shared = plan(settings, vision=Mesh((), (0,)), llm=llm)
+    [expected], loads = (run_ranks(p.world_size, _loads_of_step, settings, p) for p in (alone, shared))
+    assert set(expected.max_over_mean) == {"llm.layers.1", "llm.layers.3"}
+    assert min(expected.max_over_mean.values()) > 1
+    assert expected.fullest_rank == 1
+    for of_rank in loads:
+        assert of_rank.max_over_mean == pytest.approx(expected.max_over_mean)
+        assert of_rank.dead == expected.dead
+        assert 1 < of_rank.fullest_rank < 2
+        assert of_rank.spread > 0
+
+
+def _loads_of_step(settings: Recipe, layout: Plan) -> ExpertMetrics:
+    world = World(torch.distributed.get_rank(), torch.distributed.get_world_size(), torch.device("cpu"))
+    context = build_rank_context(settings, layout, world)
+    context.train(step_data(context, 0), 1e-3)
+    loads = ExpertLoadReducer(context).reduce()
+    assert loads is not None
+    return loads
+
+
+class CountOfRank(NamedTuple):
+    """Elements of the LLM that a rank holds."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+
+
+def _count_of_rank(settings: Recipe, layout: Plan) -> CountOfRank:
+    world = World(torch.distributed.get_rank(), torch.distributed.get_world_size(), torch.device("cpu"))
+    context = build_rank_context(settings, layout, world)
+    parameters = [p for unit in context.units.values() for stage in unit.stages.values() for p in stage.parameters()]
+    stepped = [
+        shard.tensor.numel()
+        for unit in context.optimizer.units.values()
+        for shard in unit.shards()
+        if shard.name.endswith("#exp_avg")
+    ]
+    trained = sum(p.numel() for p in parameters if p.requires_grad)
+    return CountOfRank(sum(p.numel() for p in parameters), trained, sum(stepped))
+
+
+@pytest.mark.parametrize(
+    ("most", "changes"),
+    [
+        ("rows", SIX_EXPERTS),
+        ("tokens", SIX_EXPERTS),
+        pytest.param("rows", SHARED, marks=pytest.mark.slow),
+    ],
+)
+def test_an_expert_with_most_tokens_is_computed_in_chunks(most: str, changes: dict[str, Any]) -> None:
+    """Ranks that get more rows than they have room for compute what one process does, whether recomputed or not."""
+    settings = recipe(**changes)
+    llm = Mesh((), tuple(range(1, 5)), tp=2, dp=2, ep=2, sp=True, recompute=(1,))
+    layout = plan(settings, vision=Mesh((), (0,)), llm=llm)
+    train = partial(_train_in_chunks, max_rows=5 if most == "rows" else None)
+    assert_equals_one_process(settings, layout, texts_between=True, train=train)
+
+
+def _train_in_chunks(settings: Recipe, layout: Plan, texts_between: bool | range, max_rows: int | None) -> Any:
+    """Train steps with little room, which `ExpertMlp` learns when it is built; see `train_steps`."""
+    run, numbers = ExpertMlp.num_chunks, []
+
+    def num_chunks(mixture: ExpertMlp, counts: torch.Tensor, max_tokens: int | None) -> int:
+        mixture.max_rows = max_rows
+        numbers.append(run(mixture, counts, max_tokens if max_rows else max_tokens and 3))
+        return numbers[-1]
+
+    with patch.object(ExpertMlp, "num_chunks", num_chunks):
+        steps = train_steps(settings, layout, texts_between)
+    assert not numbers or max(numbers) > 2
+    return steps
+
+
+def test_experts_by_grouped_gemms_compute_what_one_process_does() -> None:
+    """The CPU has the operation too, without being faster by it."""
+    settings = recipe(**SIX_EXPERTS)
+    layout = plan(settings, vision=Mesh((), (0,)), llm=Mesh((), (1, 2, 3, 4), tp=2, dp=2, ep=2))
+    assert_equals_one_process(settings, layout, texts_between=True, train=_train_grouped)
+
+
+def _train_grouped(settings: Recipe, layout: Plan, texts_between: bool | range) -> Any:
+    with (
+        patch.object(grouped_gemm, "grouped_gemm_problem", lambda *_: None),
+        patch.object(grouped_gemm, "_grouped_mm", wraps=grouped_gemm._grouped_mm) as grouped,
+    ):
+        steps = train_steps(settings, layout, texts_between)
+    assert grouped.called == (torch.distributed.get_rank() > 0)
+    return steps

@@ -644,7 +644,7 @@ def _held(context: RankContext) -> list[NamedShard]:
     return [copy(piece) for unit in context.optimizer.units.values() for piece in unit.shards()]
 
 
-def _change_plan(settings: Recipe, first: Plan, second: Plan, folder: Path) -> tuple[float, float, list[NamedShard]]:
+def change_plan(settings: Recipe, first: Plan, second: Plan, folder: Path) -> tuple[float, float, list[NamedShard]]:
     """Save after a step of the first plan and go on by both; return the losses, and what was saved."""
     world = World(torch.distributed.get_rank(), torch.distributed.get_world_size(), torch.device("cpu"))
     before = build_rank_context(settings, first, world)
@@ -693,7 +693,7 @@ def test_a_checkpoint_goes_over_to_another_placement_or_shard(change: str, tmp_p
         "another shard": (whole_copy, two_copies),
         "to whole weights": (whole_copy, replicated(settings, 2, None, dispatch="all")),
     }[change]
-    ranks = run_ranks(first.world_size, _change_plan, settings, first, second, tmp_path)
+    ranks = run_ranks(first.world_size, change_plan, settings, first, second, tmp_path)
     losses, next_losses = (sum(rank[i] for rank in ranks) for i in (0, 1))
     assert next_losses == pytest.approx(losses, rel=1e-6)
     saved = whole([piece for rank in ranks for piece in rank[2]])

@@ -237,6 +237,7 @@ def load_tiny_recipe(folder: Path, parallel: str, *overrides: str) -> LoadedReci
 
 TINY_FAMILIES: dict[str, TinyFamily] = {
     **{name: TinyFamily(FAMILIES[name]) for name in ("gemma3_text", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe")},
+    **{name: TinyFamily(FAMILIES[name]) for name in ("glm4_moe", "mixtral", "qwen2_moe")},
     "gemma3": TinyFamily(FAMILIES["gemma3"], ("vision",), typed_pictures),
     "internvl": TinyFamily(FAMILIES["internvl"], ("vision",), tiled_pictures),
     "llava": TinyFamily(FAMILIES["llava"], ("vision",), squared_pictures),

@@ -11,6 +11,7 @@ from torch import Tensor
 from mmtrain.costs import TokenLoad
 from mmtrain.models.build_stage import StageOptions, build_stage
 from mmtrain.models.megatron import ParallelGroups
+from mmtrain.models.shapes.layer_shape import SELECTION_BIAS
 from mmtrain.models.shapes.model_shape import ModelShape, build_model_shape
 from mmtrain.models.stage.stage_inputs import EncoderInput, TextInput
 from mmtrain.models.stage.stage_module import StageModule, StageSpec
@@ -154,9 +155,11 @@ def load_of_text(inputs: TextInput) -> TokenLoad:
 
 
 def gradients(module: StageModule) -> dict[str, Tensor]:
-    """Return gradients by plan-independent name; each parameter must have one."""
+    """Return gradients by plan-independent name; each parameter must have one, but those that never do."""
     gradients_by_name = {}
     for name, param in module.named_parameters():
+        if name.endswith(SELECTION_BIAS):
+            continue
         assert param.grad is not None, f"{name} has no gradient"
         gradients_by_name[f"{module.unit}.{name}"] = param.grad
     return gradients_by_name

@@ -75,6 +75,34 @@ def test_a_pattern_that_matches_nothing_names_the_closest_parameters() -> None:
         shape_of(settings(), ["llm.*", "llm.layer.0.*"])
 
 
+@pytest.mark.parametrize(
+    ("freeze", "refused"),
+    [
+        ((), None),
+        (("llm.*router*",), None),
+        (("llm.layers.2.mlp.router.weight",), "router"),
+        (("llm.layers.1.mlp.experts.*",), "experts"),
+        (("llm.layers.1.mlp.experts.[0-2].*",), None),
+    ],
+)
+def test_a_selection_bias_is_updated_only_beside_a_router_and_experts_that_train(
+    freeze: tuple[str, ...], refused: str | None
+) -> None:
+    moe = {"experts": 4, "top_k": 2, "ffn": 8, "selection_bias": True, "selection_bias_rate": 0.01}
+    model = settings(llm={"moe": moe})
+    if refused is not None:
+        with pytest.raises(RecipeError, match=rf"^model\.llm\.moe\.selection_bias_rate: .* the {refused} that llm"):
+            shape_of(model, freeze)
+        return
+    updates = {block.mlp.router.updates_bias for block in shape_of(model, freeze).unit("llm").layers[1:4]}
+    assert updates == {freeze != ("llm.*router*",)}
+    assert "layers.1.mlp.router.selection.bias" not in trained(model, freeze)
+
+
+def trained(model: ModelSettings, freeze: tuple[str, ...]) -> set[str]:
+    return {name for name, param in stage(model, "llm", freeze=freeze).named_parameters() if param.requires_grad}
+
+
 @pytest.mark.parametrize("pattern", ["*.weight", "*.bias", "*norm*", "*linear_qkv.weight", "*.linear_1.weight"])
 def test_freezing_some_parameters_leaves_the_gradients_of_others_unchanged(pattern: str) -> None:
     model = MODELS["all biases"]

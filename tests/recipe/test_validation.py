@@ -165,6 +165,19 @@ def test_missing_settings_say_what_they_are(write: Write) -> None:
             "parallel.llm.ep: found 2 with placement replicated, which shards experts over all ranks",
         ),
         ([EXPERTS, "model.llm.moe.top_k=7"], "model.llm.moe: top_k: found 7, but there are only 6 experts"),
+        ([EXPERTS, "model.llm.moe.groups=4"], "model.llm.moe: groups: 4 does not divide the 6 experts"),
+        ([EXPERTS, "model.llm.moe.groups=6"], "model.llm.moe: groups: 6 groups of 6 experts have 1 each"),
+        (
+            [EXPERTS, "model.llm.moe.groups=3", "model.llm.moe.top_k=3"],
+            "model.llm.moe: top_k: found 3, but `top_groups`",
+        ),
+        ([EXPERTS, "model.llm.moe.top_groups=2"], "model.llm.moe: top_groups: found 2, but there are only 1 groups"),
+        ([EXPERTS, "model.llm.moe.selection_bias_rate=0.1"], "model.llm.moe: selection_bias_rate: without"),
+        ([EXPERTS, "model.llm.moe.shared_gate=true"], "model.llm.moe: shared_gate: without `shared_ffn`"),
+        (
+            [EXPERTS, "model.llm.moe.shared_ffn=9", "parallel.llm.tp=2"],
+            "parallel.llm.tp: 2 does not divide model.llm.moe.shared_ffn 9",
+        ),
         ([EXPERTS, "model.llm.moe.dense_blocks=[9]"], "model.llm: moe.dense_blocks: found 9, but the last of"),
         (
             [EXPERTS, "model.llm.mlp=gelu"],

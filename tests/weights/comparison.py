@@ -15,6 +15,7 @@ from mmtrain.families import read_model_folder
 from mmtrain.families.weight_layouts import ParameterSource, respell
 from mmtrain.models.build_stage import StageOptions, build_stage
 from mmtrain.models.megatron import ParallelGroups
+from mmtrain.models.shapes.layer_shape import SELECTION_BIAS
 from mmtrain.models.shapes.model_shape import build_model_shape
 from mmtrain.models.stage.stage_inputs import TextInput
 from mmtrain.models.stage.stage_module import StageModule, StageSpec
@@ -45,7 +46,8 @@ def unit_stage(recipe: Recipe, unit: str = "llm") -> StageModule:
 def full_gradients(stage: StageModule) -> dict[str, Tensor]:
     """Return the gradients of an unsharded stage by plan-independent name, in the full view."""
     by_name = gradients(stage)
-    return {name: by_name[name].view(spec.full_shape) for name, spec in specs_of(stage).items()}
+    specs = specs_of(stage)
+    return {name: gradient.view(specs[name].full_shape) for name, gradient in by_name.items()}
 
 
 def labels_of(ids: Sequence[Tensor], last_mark: int) -> Tensor:
@@ -82,7 +84,8 @@ def assert_equal_gradients(
     """
     read = read_model_folder(folder)
     expected = dict(_gradients_by_tensor(theirs))
-    trained = [source for source in sources_in(read, FolderTensors.of(folder)) if source.name not in frozen]
+    all_sources = sources_in(read, FolderTensors.of(folder))
+    trained = [s for s in all_sources if s.name not in frozen and not s.name.endswith(SELECTION_BIAS)]
     spelled = [respell(trained, spelling) for spelling in read.family.spellings]  # modules are named as in one of them
     sources = {source.name: source for source in max(spelled, key=lambda of_one: _num_named(of_one, expected))}
     assert sources.keys() == ours.keys()
@@ -100,18 +103,21 @@ def assert_equal_gradients(
 def _gradients_by_tensor(model: nn.Module) -> Iterator[tuple[str, Tensor | None]]:
     """Yield the gradients of a model by tensor of its folder.
 
-    Of mixtures a folder has a tensor for each expert, or one for all experts.
+    Of mixtures a folder has a tensor for each expert, which Mixtral's has under names of its own, or one for all.
     """
-    for name, param in model.named_parameters():
+    is_mixtral = type(model).__name__.startswith("Mixtral")
+    linears = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
+    if not is_mixtral:
+        linears = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+    for module_name, param in model.named_parameters():
+        name = module_name.replace(".mlp.", ".block_sparse_moe.") if is_mixtral else module_name
         prefix, _, kind = name.rpartition(".")
+        yield name, param.grad
         if not prefix.endswith(".experts"):
-            yield name, param.grad
             continue
         assert param.grad is not None
-        yield name, param.grad
         for expert, gradient in enumerate(param.grad):
-            tensors = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[kind]
-            for tensor, part in zip(tensors, gradient.chunk(len(tensors)), strict=True):
+            for tensor, part in zip(linears[kind], gradient.chunk(len(linears[kind])), strict=True):
                 yield f"{prefix}.{expert}.{tensor}.weight", part
 
 

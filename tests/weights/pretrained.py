@@ -48,6 +48,46 @@ def qwen3_moe(**changes: Any) -> nn.Module:
     return _random(Qwen3MoeForCausalLM(Qwen3MoeConfig(**settings | changes)))
 
 
+def mixtral(**changes: Any) -> nn.Module:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    settings: dict[str, Any] = {
+        "hidden_size": 48, "intermediate_size": 28, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "vocab_size": VOCAB, "num_local_experts": 6, "num_experts_per_tok": 2,
+    }  # fmt: skip
+    return _random(MixtralForCausalLM(MixtralConfig(**settings | changes)))
+
+
+def qwen2_moe(**changes: Any) -> nn.Module:
+    """Make a Qwen2 with mixtures of experts, and a shared expert with a gate, in every second block."""
+    from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
+
+    settings: dict[str, Any] = {
+        "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "vocab_size": VOCAB, "num_experts": 6, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 28, "shared_expert_intermediate_size": 36, "decoder_sparse_step": 2,
+    }  # fmt: skip
+    return _random(Qwen2MoeForCausalLM(Qwen2MoeConfig(**settings | changes)))
+
+
+def glm4_moe(**changes: Any) -> nn.Module:
+    """Make a GLM-4.5 whose first block is dense; its selection biases decide which experts compute a token."""
+    from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
+
+    settings: dict[str, Any] = {
+        "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 24, "vocab_size": VOCAB, "n_routed_experts": 8, "n_shared_experts": 2,
+        "num_experts_per_tok": 3, "moe_intermediate_size": 28, "first_k_dense_replace": 1, "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5, "n_group": 4, "topk_group": 2, "attention_bias": True, "use_qk_norm": True,
+        "rope_theta": 1e6,
+    }  # fmt: skip
+    model = _random(Glm4MoeForCausalLM(Glm4MoeConfig(**settings | changes)))
+    for name, bias in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            bias.copy_(torch.linspace(-0.3, 0.3, len(bias)).roll(3))
+    return model
+
+
 def gemma3_text(**changes: Any) -> nn.Module:
     """Make the LLM of a Gemma 3 whose second and fourth layer see all tokens."""
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig

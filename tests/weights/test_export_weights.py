@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from mmtrain.checkpoint import LocalStorage, open_newest_good
 from mmtrain.data.synthetic.tiny_tokenizer import write_tiny_tokenizer
@@ -17,11 +18,11 @@ from mmtrain.weights import export_folder
 from tests.cli.conftest import RunMmtrain, run_mmtrain
 from tests.runtime.models import run_folder
 from tests.weights.comparison import content, unit_stage
-from tests.weights.pretrained import llama, qwen2, recipe_from, save
+from tests.weights.pretrained import glm4_moe, llama, mixtral, qwen2, recipe_from, save
 
 __all__ = ["run_mmtrain"]
 
-MODELS = {"qwen2": qwen2, "llama": lambda: llama(num_hidden_layers=2)}
+MODELS = {"qwen2": qwen2, "llama": lambda: llama(num_hidden_layers=2), "mixtral": mixtral, "glm4_moe": glm4_moe}
 
 
 def run_from(folder: Path, stage: StageModule | None = None) -> Path:
@@ -41,6 +42,8 @@ def test_import_and_export_give_the_same_bits(
     name: str, dtype: torch.dtype, tmp_path: Path, run_mmtrain: RunMmtrain
 ) -> None:
     folder = save(MODELS[name](), tmp_path / "model", dtype)
+    if name == "glm4_moe":
+        _add_further_block(folder)
     (folder / "tokenizer.json").write_text("{}", encoding="utf-8")
     (folder / "chat_template.jinja").write_text("{{ messages }}", encoding="utf-8")
     (folder / "additional_chat_templates").mkdir()
@@ -62,6 +65,15 @@ def test_import_and_export_give_the_same_bits(
     assert (out / "additional_chat_templates" / "tool_use.jinja").read_text(encoding="utf-8") == "{{ tools }}"
     assert (out / "config.json").read_bytes() == (folder / "config.json").read_bytes()
     assert list(out.parent.iterdir()) == [out]
+
+
+def _add_further_block(folder: Path) -> None:
+    """Add tensors of a block that predicts further tokens, as folders of the hub have them."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.layers.3.enorm.weight"] = torch.rand(48)
+    tensors["model.layers.3.mlp.experts.0.up_proj.weight"] = torch.rand(28, 48)
+    save_file(tensors, path, {"format": "pt"})
 
 
 def test_large_models_are_split_and_transformers_opens_them(tmp_path: Path) -> None:

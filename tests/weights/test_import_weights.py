@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,9 +22,12 @@ from tests.weights.comparison import assert_equal_gradients, full_gradients, pre
 from tests.weights.pretrained import (
     VOCAB,
     gemma3_text,
+    glm4_moe,
     llama,
     mistral,
+    mixtral,
     qwen2,
+    qwen2_moe,
     qwen3,
     qwen3_moe,
     recipe_from,
@@ -35,6 +39,10 @@ DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
 OTHER_RAMP = {"beta_fast": 4.0, "beta_slow": 0.25, "attention_factor": 1.5}
 WINDOWED = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
+OTHER_GLM: dict[str, Any] = {
+    "partial_rotary_factor": 1.0, "attention_bias": False, "use_qk_norm": False, "norm_topk_prob": False,
+    "n_group": 1, "topk_group": 1,
+}  # fmt: skip
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "qwen2": qwen2,
     "qwen2 untied": lambda: qwen2(tie_word_embeddings=False, num_key_value_heads=3),
@@ -51,6 +59,11 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "qwen3": qwen3,
     "qwen3 windows": lambda: qwen3(use_sliding_window=True, sliding_window=16, layer_types=WINDOWED),
     "qwen3 tied": lambda: qwen3(tie_word_embeddings=True, num_key_value_heads=4),
+    "mixtral": mixtral,
+    "mixtral, windows": lambda: mixtral(sliding_window=16),
+    "qwen2_moe": qwen2_moe,
+    "glm4_moe": glm4_moe,
+    "glm4_moe, all features turn": lambda: glm4_moe(**OTHER_GLM),
     "qwen3_moe": qwen3_moe,
     "qwen3_moe, weights as they are": lambda: qwen3_moe(norm_topk_prob=False, mlp_only_layers=[]),
     "qwen3_moe, windows": lambda: qwen3_moe(use_sliding_window=True, sliding_window=16, max_window_layers=2),

@@ -224,6 +224,7 @@ LLAMA3_SCALING = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0
 
 
 YARN = LLAMA3_SCALING | {"kind": "yarn", "amplitude": 1.5}
+SHARED_EXPERT = {"experts": 4, "top_k": 2, "ffn": 16, "normalize": False, "shared_ffn": 24, "shared_gate": True}
 GEMMA = {
     "mlp": "geglu", "qk_norm": True, "post_norms": True, "zero_centered_norms": True, "scale_embeddings": True,
 }  # fmt: skip
@@ -237,6 +238,8 @@ GEMMA = {
         ("qwen2", {"qkv_bias": True, "rope_scaling": YARN}),
         ("qwen3", {"qk_norm": True, "window": 16, "full_attention_blocks": (1,)}),
         ("mistral", {"window": 16}),
+        ("qwen2_moe", {"qkv_bias": True, "moe": SHARED_EXPERT}),
+        ("mixtral", {"moe": {"experts": 4, "top_k": 2, "ffn": 64}, "ffn": 64}),
         ("gemma3_text", GEMMA),
         ("gemma3_text", GEMMA | {"window": 16, "window_rope_base": 100.0, "query_scale": 7.0}),
     ],

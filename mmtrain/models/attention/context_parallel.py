@@ -39,6 +39,8 @@ class ContextShare:
     whole_lengths: tuple[int, ...]  # of the sequences that are whole here
     cut_lengths: tuple[int, ...]  # of all sequences that are cut, wherever their tokens are
     pieces: tuple[tuple[int, ...], ...]  # by rank: tokens of each of its pieces, for `ring` two of each cut sequence
+    sequences: tuple[int, ...] = ()  # of each of `TextInput.lengths`: its sequence in the whole microbatch
+    num_sequences: int = 0  # of the whole microbatch
     whole_spans: Spans = ()  # `TextInput.image_spans` of the whole sequences
     cut_spans: Spans = ()  # likewise of the cut sequences, laid one after another
     # Encoder unit -> how rows that it sent to ranks without the tokens they belong to get there; absent: all are there.

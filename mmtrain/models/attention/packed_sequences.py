@@ -1,14 +1,33 @@
 """How the tokens of one microbatch are packed: what every block of a stage needs to know about them."""
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import ClassVar
 
+import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor
 
 from mmtrain.models.attention import SequenceLayout
 from mmtrain.models.attention.context_parallel import SharedAttention
 from mmtrain.models.attention.kv_cache import KVCache
 from mmtrain.models.kernels.rotary_positions import RotaryTables
+
+
+@dataclass(frozen=True, eq=False)
+class TokenSamples:
+    """The samples of the tokens of a microbatch, for losses over samples."""
+
+    numbers: Tensor  # (T,) int64 of each token's sample; `count` for padding
+    count: int  # samples
+    token_weight: float  # of a token in means over the global batch
+    group: dist.ProcessGroup | None  # of ranks that have other tokens of the same samples
+
+    @cached_property
+    def is_real(self) -> Tensor:
+        """Return which tokens are no padding, (T,)."""
+        return self.numbers < self.count
 
 
 @dataclass(frozen=True)
@@ -23,6 +42,8 @@ class PackedSequences:
     kv_cache: KVCache | None = None  # earlier tokens of the same sequences, while the model generates
     context: SharedAttention | None = None  # of tokens whose sequences lie on several ranks
     window: int = 0  # tokens that a token of a causal block attends to, itself and earlier ones; 0: all
+    num_padding_rows: int = 0  # at the end
+    token_weight: float = 0.0  # of a token in means over the global batch
     qkv_format: ClassVar[str] = "thd"  # Megatron-core's name for packed tokens; it reads this attribute
 
     @property
@@ -44,4 +65,22 @@ class PackedSequences:
         if rope is not None:
             cos, sin = rope
             rope = F.pad(cos, (0, 0, 0, 0, 0, num_rows)), F.pad(sin, (0, 0, 0, 0, 0, num_rows))
-        return replace(self, layout=self.layout.padded(num_rows), rope=rope)
+        layout, num_padding_rows = self.layout.padded(num_rows), self.num_padding_rows + num_rows
+        return replace(self, layout=layout, rope=rope, num_padding_rows=num_padding_rows)
+
+    def samples(self, device: torch.device) -> TokenSamples:
+        """Return which sample each token belongs to, on a device."""
+        samples, count = self._samples
+        numbers = torch.tensor(samples, dtype=torch.int64)
+        of_tokens = numbers.repeat_interleave(torch.tensor(self.lengths, dtype=torch.int64))
+        group = None if self.context is None else self.context.group
+        return TokenSamples(of_tokens.to(device), count, self.token_weight, group)
+
+    @property
+    def _samples(self) -> tuple[tuple[int, ...], int]:
+        """The number of each sequence's sample, padding behind all others, and how many samples there are."""
+        is_padded = self.num_padding_rows > 0
+        if self.context is None:
+            return tuple(range(len(self.lengths))), len(self.lengths) - is_padded
+        share = self.context.share
+        return share.sequences + (share.num_sequences,) * is_padded, share.num_sequences

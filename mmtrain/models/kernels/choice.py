@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from mmtrain.errors import UserError
+from mmtrain.models.kernels.grouped_gemm import grouped_gemm_problem
 from mmtrain.models.kernels.liger import fused_problem
 from mmtrain.models.kernels.weight_gradient import weight_gradient_problem
 from mmtrain.models.shapes.loss_chunks import CHUNK_TOKENS, MIN_SAVED_SHARE, LossSizes
@@ -13,6 +14,7 @@ from mmtrain.recipe.settings.train_settings import KernelSetting
 
 _FUSED_OPERATIONS = ("rotation of queries and keys", "SwiGLU", "residual sum and RMSNorm")  # all fused, or none
 _LOSS = "loss over the vocabulary"
+_EXPERTS = "linears of experts"
 
 
 @dataclass(frozen=True)
@@ -42,11 +44,16 @@ def uses_fused_kernels(setting: KernelSetting, device: torch.device) -> bool:
 
 
 def kernel_choices(
-    setting: KernelSetting, device: torch.device, dtype: torch.dtype, loss: LossSizes | None = None
+    setting: KernelSetting,
+    device: torch.device,
+    dtype: torch.dtype,
+    loss: LossSizes | None = None,
+    has_experts: bool = False,
 ) -> tuple[KernelChoice, ...]:
     """Return the form of each operation on this device, with weights in `dtype`, and why.
 
     loss: the sizes of the loss over the vocabulary in the largest microbatch, where a plan is known.
+    has_experts: whether the form of the experts' linears is asked for.
 
     Raises:
         UserError: see `uses_fused_kernels`.
@@ -66,9 +73,17 @@ def kernel_choices(
             "autograd" if problem else "their GEMM",
             problem or "adds them to the optimizer's buffer",
         ),
+        *([_experts_choice(device, dtype)] if has_experts else []),
         _loss_choice(loss),
         KernelChoice("AdamW", "torch's fused kernel", "it clips while it reads gradients"),
     )
+
+
+def _experts_choice(device: torch.device, dtype: torch.dtype) -> KernelChoice:
+    """Return the form of the experts' linears."""
+    problem = grouped_gemm_problem(device, dtype)
+    form = "one GEMM after another" if problem else "torch's grouped GEMM"
+    return KernelChoice(_EXPERTS, form, problem or "one kernel for all experts of a rank")
 
 
 def _loss_choice(sizes: LossSizes | None) -> KernelChoice:
@@ -90,4 +105,5 @@ def _loss_choice(sizes: LossSizes | None) -> KernelChoice:
 def describe_kernels(choices: Iterable[KernelChoice]) -> str:
     """Name in a short line the forms that depend on the machine and on the plan; `mmtrain doctor` says all, and why."""
     forms = {choice.operation: choice.form for choice in choices}
-    return f"kernels: {forms[_FUSED_OPERATIONS[0]]}; loss: {forms[_LOSS]}"
+    experts = f"; experts: {forms[_EXPERTS]}" if _EXPERTS in forms else ""
+    return f"kernels: {forms[_FUSED_OPERATIONS[0]]}; loss: {forms[_LOSS]}{experts}"

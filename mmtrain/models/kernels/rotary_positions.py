@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mmtrain.recipe.settings.llm_settings import RopeScalingSettings
@@ -20,9 +21,10 @@ _MIN_RAMP = 0.001  # pairs of features; keeps the ramp of YaRN finite, as in `tr
 class Rotation(NamedTuple):
     """How fast the pairs of a head's features turn from one position to the next."""
 
-    width: int  # features that are rotated
+    width: int  # features
     base: float
     scaling: RopeScalingSettings | None = None
+    turning: int | None = None  # features that turn, those of the first pairs; None: all do
 
 
 def look_up_rotations(positions: Tensor, num_positions: int, rotation: Rotation, dtype: torch.dtype) -> RotaryTables:
@@ -43,10 +45,18 @@ def _table_of_positions(num_rows: int, rotation: Rotation, dtype: torch.dtype, d
     return (amplitude * torch.cos(angles)).to(device, dtype), (amplitude * torch.sin(angles)).to(device, dtype)
 
 
-def rotary_frequencies(width: int, base: float, scaling: RopeScalingSettings | None = None) -> Tensor:
-    """Return the angles per position, (width / 2,), by which rotary positions rotate the pairs of `width` features."""
-    frequencies = base ** (-torch.arange(0, width, 2, dtype=torch.float32) / width)
-    return frequencies if scaling is None else scale_frequencies(frequencies, base, scaling)
+def rotary_frequencies(
+    width: int, base: float, scaling: RopeScalingSettings | None = None, turning: int | None = None
+) -> Tensor:
+    """Return the angles per position, (width / 2,), by which rotary positions rotate the pairs of `width` features.
+
+    turning: see `Rotation`; the angles of other pairs are 0.
+    """
+    num_turning = width if turning is None else turning
+    frequencies = base ** (-torch.arange(0, num_turning, 2, dtype=torch.float32) / num_turning)
+    if scaling is not None:
+        frequencies = scale_frequencies(frequencies, base, scaling)
+    return F.pad(frequencies, (0, width // 2 - len(frequencies)))
 
 
 def rotate_by_axes(positions: Tensor, axes: tuple[int, ...], rotation: Rotation, dtype: torch.dtype) -> RotaryTables:

@@ -11,6 +11,7 @@ computed backward. Chunks of an MLP are independent (ALST, arXiv 2506.13996, cal
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from mmtrain.models.attention.packed_sequences import PackedSequences
 from mmtrain.models.kernels.elementwise import activate, activate_gated
 from mmtrain.models.kernels.liger import add_and_rms_norm
 from mmtrain.models.megatron.block_parts import add_to_residual
-from mmtrain.models.megatron.experts import ExpertMlp, Routing
+from mmtrain.models.megatron.experts import ExpertMlp, RoutedTokens, Routing, SharedInner
 from mmtrain.models.megatron.parallel_groups import ParallelGroups
 from mmtrain.models.shapes.layer_shape import BLOCK_PIECES, MLP_CHUNK_TOKENS
 
@@ -141,38 +142,61 @@ def _norm_mlp(block: Any, packing: PackedSequences, hidden: Tensor, x: Tensor) -
 
 
 def _mlp(block: Any, packing: PackedSequences, x: Tensor) -> Tensor:
-    """Run the pieces from `up` to `down`, in chunks where the block is recomputed and has many tokens."""
+    """Run the pieces from `up` to `down`, in chunks where the block is recomputed and has many tokens.
 
-    def run(rows: Tensor) -> Tensor:
-        return _down(block, packing, *_up(block, packing, rows, rows))[1]
+    A mixture runs in chunks too where a rank gets more rows than it has room for.
+    """
+
+    def run(rows: Tensor, routed: RoutedTokens | None = None) -> Tensor:
+        if routed is None and isinstance(block.mlp, ExpertMlp):  # a chunk, which holds parts of samples
+            routed = block.mlp.route(rows, packing=None)
+        return _down(block, packing, *_up(block, packing, rows, rows, routed))[1]
 
     num_ranks = _last_of_mlp(block).tp_group.size() if block.config.sequence_parallel else 1
-    if not block.chunks_mlp or not needs_chunks(len(x) * num_ranks):
+    chunks, losses = _chunks(len(x), num_ranks), None
+    if isinstance(block.mlp, ExpertMlp):
+        routed = block.mlp.route(x, packing)
+        losses = routed.losses
+        num_chunks = block.mlp.num_chunks(routed.counts, MLP_CHUNK_TOKENS if block.chunks_mlp else None)
+        if num_chunks == 1:
+            return run(x, routed)
+        chunks = _even_chunks(len(x), num_chunks)
+    elif not block.chunks_mlp or not needs_chunks(len(x) * num_ranks):
         return run(x)
     weights = [weight for weight in block.mlp.parameters() if weight.requires_grad]
     is_plain_add = not isinstance(block.mlp_bda, nn.Module)
-    return run_mlp_in_chunks(run, x, weights, num_ranks, output_is_read=not is_plain_add)
+    out = run_mlp_in_chunks(run, x, weights, chunks, output_is_read=not is_plain_add)
+    return out if losses is None else losses.enter(out)
 
 
-def _up(block: Any, packing: PackedSequences, hidden: Tensor, x: Tensor) -> BlockState:
-    routing: BlockState = ()
-    if isinstance(block.mlp, ExpertMlp):
-        inner, routing = block.mlp.up(x)
-    else:
+def _up(
+    block: Any, packing: PackedSequences, hidden: Tensor, x: Tensor, routed: RoutedTokens | None = None
+) -> BlockState:
+    if not isinstance(block.mlp, ExpertMlp):
         inner = block.mlp.linear_fc1(x)[0]
-    if block.recomputes_activation:
-        return hidden, inner, *routing
-    return hidden, _apply_activation(block, inner), *routing
+        return hidden, inner if block.recomputes_activation else _apply_activation(block, inner)
+    inner, routing, shared = block.mlp.up(block.mlp.route(x, packing) if routed is None else routed)
+    if not block.recomputes_activation:
+        inner = _apply_activation(block, inner)
+        if block.mlp.shared is not None:
+            shared = shared._replace(inner=_apply_activation(block, shared.inner))
+    return hidden, inner, *routing, *shared
 
 
 def _down(block: Any, packing: PackedSequences, hidden: Tensor, x: Tensor, *routing: Tensor) -> BlockState:
-    def run(activated: Tensor) -> Tensor:
-        if isinstance(block.mlp, ExpertMlp):
-            return block.mlp.down(activated, Routing(*routing))
-        out: Tensor = block.mlp.linear_fc2(activated)[0]
-        return out
+    if not isinstance(block.mlp, ExpertMlp):
+        return hidden, _run_activated(block, x, lambda activated: block.mlp.linear_fc2(activated)[0])
+    of_experts, shared = Routing(*routing[: len(Routing._fields)]), SharedInner(*routing[len(Routing._fields) :])
+    outputs = _run_activated(block, x, lambda activated: block.mlp.down(activated, of_experts))
+    if block.mlp.shared is not None:
+        gate = shared.gate
+        outputs = outputs + _run_activated(block, shared.inner, lambda inner: block.mlp.down_shared(inner, gate))
+    return hidden, block.mlp.reduction(outputs)
 
-    return hidden, _activate_again_in_backward(block, x, run) if block.recomputes_activation else run(x)
+
+def _run_activated(block: Any, x: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
+    """Compute `run` of what the activation function made, or makes now where backward makes it again."""
+    return _activate_again_in_backward(block, x, run) if block.recomputes_activation else run(x)
 
 
 def _apply_activation(block: Any, inner: Tensor) -> Tensor:
@@ -218,7 +242,12 @@ def needs_chunks(num_tokens: int) -> bool:
 
 
 def run_mlp_in_chunks(
-    mlp: Callable[[Tensor], Tensor], x: Tensor, weights: Sequence[nn.Parameter], num_ranks: int, *, output_is_read: bool
+    mlp: Callable[[Tensor], Tensor],
+    x: Tensor,
+    weights: Sequence[nn.Parameter],
+    chunks: Sequence[slice],
+    *,
+    output_is_read: bool,
 ) -> Tensor:
     """Compute `mlp(x)` with gradients as if at once; what `mlp` keeps is made again in backward, chunk by chunk.
 
@@ -226,10 +255,10 @@ def run_mlp_in_chunks(
         mlp: maps rows of x to as many rows, each by itself.
         x: (T, ...) normalized hidden states.
         weights: parameters of `mlp` that train.
-        num_ranks: that gather their rows inside `mlp`, which has so many times as many there.
+        chunks: the rows of each chunk.
         output_is_read: whether something keeps the output for backward. If not, recomputation of the block skips it.
     """
-    out: Tensor = _ChunkedMlp.apply(mlp, x, num_ranks, output_is_read, *weights)  # type: ignore[no-untyped-call]
+    out: Tensor = _ChunkedMlp.apply(mlp, x, chunks, output_is_read, *weights)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -239,16 +268,16 @@ class _ChunkedMlp(torch.autograd.Function):
         ctx: Any,
         mlp: Callable[[Tensor], Tensor],
         x: Tensor,
-        num_ranks: int,
+        chunks: Sequence[slice],
         output_is_read: bool,
         *weights: nn.Parameter,
     ) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.mlp, ctx.num_ranks, ctx.weights = mlp, num_ranks, weights
+        ctx.mlp, ctx.chunks, ctx.weights = mlp, chunks, weights
         if not output_is_read and _is_recomputed():
             return x.new_empty(1).expand(x.shape)
         out = torch.empty_like(x)
-        for rows in _chunks(len(x), num_ranks):
+        for rows in chunks:
             out[rows] = mlp(x[rows])
         return out
 
@@ -259,7 +288,7 @@ class _ChunkedMlp(torch.autograd.Function):
         needs_x = ctx.needs_input_grad[1]
         x_grad = torch.empty_like(x) if needs_x else None
         weight_grads: list[Tensor | None] = [None] * len(ctx.weights)
-        for rows in _chunks(len(x), ctx.num_ranks):
+        for rows in ctx.chunks:
             x_rows = x[rows].detach().requires_grad_(needs_x)
             with torch.enable_grad():
                 out = ctx.mlp(x_rows)
@@ -278,11 +307,17 @@ class _ChunkedMlp(torch.autograd.Function):
         return None, x_grad, None, None, *in_their_types
 
 
-def _chunks(num_rows: int, num_ranks: int) -> Iterator[slice]:
-    """Yield the rows of each chunk."""
+def _chunks(num_rows: int, num_ranks: int) -> list[slice]:
+    """Return the rows of each chunk; so many ranks gather theirs inside the MLP."""
     size = -(-MLP_CHUNK_TOKENS // num_ranks)
-    for first in range(0, num_rows, size):
-        yield slice(first, min(first + size, num_rows))
+    return [slice(first, min(first + size, num_rows)) for first in range(0, num_rows, size)]
+
+
+def _even_chunks(num_rows: int, num_chunks: int) -> list[slice]:
+    """Return the rows of so many chunks, of which the last may have none: other ranks may have more rows."""
+    size = -(-num_rows // num_chunks)
+    bounds = [min(i * size, num_rows) for i in range(num_chunks + 1)]
+    return [slice(first, last) for first, last in pairwise(bounds)]
 
 
 def _added(weight: nn.Parameter, total: Tensor | None, grad: Tensor | None) -> Tensor | None:

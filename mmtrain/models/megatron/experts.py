@@ -26,8 +26,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from mmtrain.models.attention.packed_sequences import PackedSequences
+from mmtrain.models.kernels.grouped_gemm import expert_linear
 from mmtrain.models.megatron.lora import ColumnLinear, RowLinear
 from mmtrain.models.megatron.parallel_groups import ParallelGroups
+from mmtrain.models.megatron.router import Router, RouterLosses
 from mmtrain.models.shapes.layer_shape import MoeMlp
 
 
@@ -40,47 +43,77 @@ class Routing(NamedTuple):
     arrival: Tensor  # int64: places of rows that arrived from the group, those of the first expert first; else empty
 
 
-class Router(nn.Module):
-    """Scores of all experts for each token, and the choice of the best."""
+class RoutedTokens(NamedTuple):
+    """Tokens whose experts are chosen."""
 
-    def __init__(self, mlp: MoeMlp, config: TransformerConfig) -> None:
-        """Create an uninitialized matrix, which every rank of the TP group holds."""
-        super().__init__()
-        self.top_k, self.normalizes = mlp.top_k, mlp.normalized_scores
-        self.weight = nn.Parameter(torch.empty(mlp.experts, config.hidden_size, dtype=config.params_dtype))
-        # Outputs of experts, and so gradients of their weights, are summands on each rank of the group.
-        self.weight.sequence_parallel = config.tensor_model_parallel_size > 1  # type: ignore[attr-defined]
+    tokens: Tensor  # (T, hidden)
+    weights: Tensor  # (T, top_k)
+    experts: Tensor  # (T, top_k)
+    counts: Tensor  # see `Routing`
+    losses: RouterLosses | None  # of the router, whose gradients have not entered yet
 
-    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Choose the experts of tokens (T, hidden): the most probable, of equals the first ones.
 
-        Probabilities are computed in fp32; weights have the precision of the tokens.
+class RecordedLoads:
+    """How many rows the experts of a mixture computed in the passes of a step that train, as numbers to be summed.
 
-        Returns:
-            Weights (T, top_k) and numbers (T, top_k) of each token's experts.
+    Sums over the ranks of a run weigh each pass by its rows.
+    """
+
+    def __init__(self, num_experts: int) -> None:
+        self._sums = torch.zeros(num_experts + 3, dtype=torch.float64)
+
+    def add(self, counts: Tensor, rank: int) -> None:
+        """Add a pass of this rank, from `Routing.counts`; passes that are run again for their backward count once."""
+        if not torch.is_grad_enabled() or not counts.any():
+            return
+        of_experts = counts.sum(dim=0).double()
+        relative, num_rows = of_experts / of_experts.mean(), counts[rank].sum()
+        of_ranks = relative.view(len(counts), -1).mean(dim=1)
+        self._sums[:-3] += counts[rank]
+        self._sums[-3:] += num_rows * torch.stack([torch.ones(()).double(), relative.var(correction=0), of_ranks.max()])
+
+    def take(self) -> Tensor:
+        """Return the sums, (experts + 3,), and start anew.
+
+        They are each expert's rows, all rows, and these times the squared relative deviation of the experts' rows, and
+        times the rows of the fullest rank over the mean.
         """
-        probabilities = F.linear(tokens, self.weight).softmax(dim=-1, dtype=torch.float32)
-        # Unlike `topk`, a stable sort takes the same one of equals on every rank and device.
-        sorted_weights, sorted_experts = probabilities.sort(dim=-1, descending=True, stable=True)
-        weights = sorted_weights[:, : self.top_k]
-        if self.normalizes:
-            weights = weights / weights.sum(dim=-1, keepdim=True)
-        return weights.to(tokens.dtype), sorted_experts[:, : self.top_k]
+        taken, self._sums = self._sums, torch.zeros_like(self._sums)
+        return taken
+
+
+class SharedInner(NamedTuple):
+    """What the shared expert makes of tokens before its last linear, empty where there is none."""
+
+    inner: Tensor  # (T, 2 * ffn / tp); behind the activation function (T, ffn / tp)
+    gate: Tensor  # (T, 1) the score whose sigmoid multiplies its output; empty without a gate
 
 
 class Expert(nn.Module):
     """The two linears of an expert. Its caller communicates what they need of other ranks."""
 
-    def __init__(self, mlp: MoeMlp, config: TransformerConfig, groups: ParallelGroups) -> None:
-        """Create uninitialized weights, or this rank's shard of them."""
+    def __init__(self, ffn: int, config: TransformerConfig, groups: ParallelGroups) -> None:
+        """Create uninitialized weights, or this rank's shard of them, for an inner width of `ffn`."""
         super().__init__()
         arguments = {"config": config, "init_method": None, "bias": False, "tp_group": groups.tp}
-        self.linear_fc1 = ColumnLinear(config.hidden_size, mlp.first_width, **arguments)
-        self.linear_fc2 = RowLinear(
-            mlp.expert_ffn, config.hidden_size, input_is_parallel=True, skip_bias_add=True, **arguments
-        )
+        self.linear_fc1 = ColumnLinear(config.hidden_size, 2 * ffn, **arguments)  # gates and values
+        self.linear_fc2 = RowLinear(ffn, config.hidden_size, input_is_parallel=True, skip_bias_add=True, **arguments)
         for linear in (self.linear_fc1, self.linear_fc2):
             linear.explicit_expert_comm = True
+
+
+class SharedGate(nn.Module):
+    """The linear that scores how much a token needs of the shared expert."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        """Create an uninitialized matrix of one row, which every rank of the TP group holds."""
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(1, config.hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.tensor_model_parallel_size > 1  # type: ignore[attr-defined]
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Score tokens (T, hidden): (T, 1)."""
+        return F.linear(tokens, self.weight)
 
 
 class _TokenCommunication(nn.Module):
@@ -119,7 +152,7 @@ class TokenReduction(_TokenCommunication):
 
 
 class ExpertMlp(nn.Module):
-    """The mixture: router and experts. A block calls `up` and `down`."""
+    """The mixture: router, experts and a shared expert. A block calls `up`, then `down`, then `reduction`."""
 
     def __init__(self, mlp: MoeMlp, config: TransformerConfig, groups: ParallelGroups) -> None:
         """Build uninitialized modules."""
@@ -127,30 +160,75 @@ class ExpertMlp(nn.Module):
         self.top_k, self.num_experts, self.ep_group = mlp.top_k, mlp.experts, groups.ep
         self.gather = TokenGather(config, groups)
         self.router = Router(mlp, config)
+        self.shared = Expert(mlp.shared_ffn, config, groups) if mlp.shared_ffn else None
+        self.shared_gate = SharedGate(config) if mlp.shared_gate else None
         held = held_experts(mlp.experts, groups)
-        self.experts = nn.ModuleDict({str(number): Expert(mlp, config, groups) for number in held})
+        self.experts = nn.ModuleDict({str(number): Expert(mlp.expert_ffn, config, groups) for number in held})
         self.reduction = TokenReduction(config, groups)
+        self.loads = RecordedLoads(mlp.experts)
+        self.max_rows: int | None = None  # for which a rank has room at once; None: for any number
 
-    def up(self, hidden: Tensor) -> tuple[Tensor, Routing]:
-        """Compute the inner widths (rows, 2 * ffn / tp) of tokens (T, 1, hidden), in the order of their experts."""
+    def route(self, hidden: Tensor, packing: PackedSequences | None) -> RoutedTokens:
+        """Choose the experts of tokens (T, 1, hidden).
+
+        packing: of the tokens, if they are all of a microbatch; None for chunks of it, whose router has no losses.
+        """
         tokens = self.gather(hidden).squeeze(1)
-        weights, experts = self.router(tokens)
+        weights, experts, losses = self.router(tokens, packing)
+        return RoutedTokens(tokens, weights, experts, self._count_rows(experts), losses)
+
+    def num_chunks(self, counts: Tensor, max_tokens: int | None) -> int:
+        """Return in how many chunks of tokens the mixture must run, which is equal on all ranks of the group.
+
+        Dropless routing may bring one rank the rows of all others. In chunks it never has more than `max_rows` of them
+        at once, if every chunk is routed as all tokens are; nor has a rank more than `max_tokens` of its own.
+        """
+        fullest = int(counts.sum(dim=0).view(len(counts), -1).sum(dim=1).max())
+        most_tokens = int(counts.sum(dim=1).max()) // self.top_k
+        by_rows = 1 if self.max_rows is None else -(-fullest // self.max_rows)
+        return max(1, by_rows, 1 if max_tokens is None else -(-most_tokens // max_tokens))
+
+    def up(self, routed: RoutedTokens) -> tuple[Tensor, Routing, SharedInner]:
+        """Compute the inner widths (rows, 2 * ffn / tp) of tokens, in the order of their experts."""
+        tokens, weights, experts, counts, losses = routed
+        if losses is not None:
+            weights = losses.enter(weights)
         order = experts.flatten().argsort(stable=True)
-        counts, arrival = self._count_rows(experts), order.new_empty(0)
+        arrival = order.new_empty(0)
+        self.loads.add(counts, 0 if self.ep_group is None else self.ep_group.rank())
         rows = _copy_rows(tokens, order, self.top_k)
         if self.ep_group is not None:
             arrival = _arrival_order(counts, self.ep_group).to(rows.device)
-            rows = _copy_rows(_Exchange(counts, self.ep_group).send(rows), arrival)
-        return self._run("linear_fc1", rows, counts), Routing(weights, order, counts, arrival)
+            rows = _Exchange(counts, self.ep_group).send(rows)
+            rows = _copy_rows(rows, arrival)
+        inner = self._run("linear_fc1", rows, counts)
+        return inner, Routing(weights, order, counts, arrival), self._up_shared(tokens)
 
     def down(self, activated: Tensor, routing: Routing) -> Tensor:
-        """Return the weighted sums (T, 1, hidden) of what the experts make of rows (rows, ffn / tp)."""
+        """Return the weighted sums (T, 1, hidden) of what the experts make of rows (rows, ffn / tp), on this rank."""
         rows = self._run("linear_fc2", activated, routing.counts)
         if self.ep_group is not None:
-            rows = _Exchange(routing.counts, self.ep_group).send_back(_return_rows(rows, routing.arrival))
-        of_tokens = _return_rows(rows, routing.order)
-        outputs = (of_tokens.view(-1, self.top_k, of_tokens.shape[1]) * routing.weights.unsqueeze(-1)).sum(dim=1)
-        return cast(Tensor, self.reduction(outputs.unsqueeze(1)))
+            rows = _return_rows(rows, routing.arrival)  # one name for all, so that none outlives its use
+            rows = _Exchange(routing.counts, self.ep_group).send_back(rows)
+        rows = _return_rows(rows, routing.order)
+        # Products that are summed inside a GEMM exist neither here nor in backward.
+        return torch.bmm(routing.weights.unsqueeze(1), rows.view(-1, self.top_k, rows.shape[1]))
+
+    def _up_shared(self, tokens: Tensor) -> SharedInner:
+        inner = gate = tokens.new_empty(0)
+        if self.shared is not None:
+            inner = self.shared.linear_fc1(tokens)[0]
+        if self.shared_gate is not None:
+            gate = self.shared_gate(tokens)
+        return SharedInner(inner, gate)
+
+    def down_shared(self, activated: Tensor, gate: Tensor) -> Tensor:
+        """Return what the shared expert makes of (T, ffn / tp), as (T, 1, hidden) on this rank."""
+        assert self.shared is not None, "the caller asks where there is one"
+        output: Tensor = self.shared.linear_fc2(activated)[0]
+        if self.shared_gate is not None:
+            output = output * gate.sigmoid()
+        return output.unsqueeze(1)
 
     def _count_rows(self, experts: Tensor) -> Tensor:
         """Return how many rows each rank of the expert-parallel group has for each expert, on the host."""
@@ -164,9 +242,11 @@ class ExpertMlp(nn.Module):
     def _run(self, linear: str, rows: Tensor, counts: Tensor) -> Tensor:
         """Let each expert compute its rows; those without rows take part, so that adapters meet on all ranks."""
         of_experts = counts[:, [int(number) for number in self.experts]].sum(dim=0)
+        linears = [getattr(expert, linear) for expert in self.experts.values()]
+        if all(module.lora is None for module in linears):
+            return expert_linear(rows, [module.weight for module in linears], of_experts.tolist())
         parts: Sequence[Tensor] = torch.split(rows, of_experts.tolist())
-        outputs = [getattr(expert, linear)(part)[0] for expert, part in zip(self.experts.values(), parts, strict=True)]
-        return torch.cat(outputs)
+        return torch.cat([module(part)[0] for module, part in zip(linears, parts, strict=True)])
 
 
 def held_experts(num_experts: int, groups: ParallelGroups) -> range:

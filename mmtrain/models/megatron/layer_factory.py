@@ -44,7 +44,9 @@ from mmtrain.models.megatron.parallel_groups import ParallelGroups
 from mmtrain.models.shapes.layer_shape import Attention, LayerShape, LoraShape, Mlp, MoeMlp
 from mmtrain.recipe.settings.encoder_settings import Activation
 
-_ONE_TOKEN = PackedSequences(SequenceLayout((1,)))  # keeps its tables, so that they come to a device once
+_ONE_TOKEN = PackedSequences(
+    SequenceLayout((1,)), num_padding_rows=1
+)  # keeps its tables, so that they come to a device once
 
 
 class Norm(nn.Module):
@@ -289,8 +291,7 @@ class LayerFactory:
             is_gated=mlp.gated,
             fused_kernels=self.fused_kernels,
             recomputes_activation=recomputes_activation,
-            # Ranks that hold experts together would need equally many chunks.
-            chunks_mlp=chunks_mlp and not (isinstance(mlp, MoeMlp) and self.groups.ep is not None),
+            chunks_mlp=chunks_mlp,
         )
         self._mark_shards(layer, mlp)
         if self.groups.tp_size > 1:
@@ -341,7 +342,9 @@ class LayerFactory:
         """Say along which dimension tensor parallelism splits the weights of a block."""
         _mark(block.self_attention.linear_qkv, dim=0)
         _mark(block.self_attention.linear_proj, dim=1)
-        parts: Iterable[Any] = block.mlp.experts.values() if isinstance(block.mlp, ExpertMlp) else (block.mlp,)
+        parts: Iterable[Any] = (block.mlp,)
+        if isinstance(block.mlp, ExpertMlp):
+            parts = (*block.mlp.experts.values(), *((block.mlp.shared,) if block.mlp.shared is not None else ()))
         for part in parts:
             _mark(part.linear_fc1, dim=0, stride=2 if mlp.gated else 1)
             _mark(part.linear_fc2, dim=1)

@@ -15,6 +15,8 @@ from mmtrain.models.shapes.encoder_shapes import ENCODER_SHAPES
 from mmtrain.models.shapes.generator_shapes import generator_parameters
 from mmtrain.models.shapes.layer_shape import (
     PROJECTOR_KINDS,
+    ROUTER,
+    SELECTION_BIAS,
     Attention,
     DenseMlp,
     LayerShape,
@@ -24,6 +26,7 @@ from mmtrain.models.shapes.layer_shape import (
     adapter_parameters,
     deepstack_projectors,
     has_rms_post_norm,
+    is_of_expert,
     linear_parameters,
     norm_parameters,
 )
@@ -142,6 +145,8 @@ def _block_parameters(layer: LayerShape) -> Iterator[str]:
                 yield from linear_parameters(linear, layer.linear_bias)
         case MoeMlp() as mlp:
             yield from (f"{linear}.weight" for linear in mlp.linears)
+            if mlp.router.has_bias:
+                yield SELECTION_BIAS
 
 
 def _with_adapters(layer: LayerShape, prefix: str, adapted: set[str], settings: LoraSettings) -> LayerShape:
@@ -193,8 +198,33 @@ def _mark_layers(unit: UnitShape, settings: AnyUnitSettings, matched: set[str]) 
         trainable = len(frozen) < len(names)
         if layer.kind == "head" and isinstance(settings, LlmSettings) and settings.tie_embeddings:
             trainable = trainable or "table.weight" not in layers[0].frozen
-        layers.append(replace(layer, frozen=frozen, trainable=trainable))
+        marked = replace(layer, frozen=frozen, trainable=trainable)
+        bias = f"{unit.name}.layers.{index}.{SELECTION_BIAS}"
+        if isinstance(settings, LlmSettings) and not settings.freeze and bias not in matched:
+            marked = _with_bias_updates(marked, settings, bias)
+        layers.append(marked)
     return layers
+
+
+def _with_bias_updates(layer: LayerShape, settings: LlmSettings, bias: str) -> LayerShape:
+    """Return a layer whose router's selection bias is updated, if it has one and the recipe has a rate for it.
+
+    Raises:
+        RecipeError: the router or all experts are frozen, and the bias, called `bias`, is not.
+    """
+    mlp, moe = layer.mlp, settings.moe
+    if not isinstance(mlp, MoeMlp) or moe is None or not moe.selection_bias_rate:
+        return layer
+    of_experts = {f"{linear}.weight" for linear in mlp.linears if is_of_expert(linear)}
+    parts = (("router", {f"{ROUTER}.weight"}), ("experts", of_experts))
+    frozen = next((part for part, names in parts if names <= layer.frozen), None)
+    if frozen is not None:
+        raise RecipeError(
+            f"model.llm.moe.selection_bias_rate: found {moe.selection_bias_rate:g}, but the recipe freezes the "
+            f"{frozen} that {bias} chooses by. A bias is updated only beside a router and experts that train: freeze "
+            f"it too (`train.freeze: [llm.*.{SELECTION_BIAS}]`), or set a rate of 0"
+        )
+    return replace(layer, mlp=replace(mlp, router=replace(mlp.router, updates_bias=True)))
 
 
 def _is_frozen_by_flag(layer: LayerShape, settings: AnyUnitSettings, name: str) -> bool:
@@ -204,6 +234,8 @@ def _is_frozen_by_flag(layer: LayerShape, settings: AnyUnitSettings, name: str) 
     do the projector of a frozen generator's context, and the queries through which a frozen LLM conditions it.
     """
     if isinstance(settings, AudioSettings) and settings.positions == "fixed" and name == "positions":
+        return True
+    if name == SELECTION_BIAS:  # it has no gradient; see `_with_bias_updates`
         return True
     if layer.kind in PROJECTOR_KINDS and not name.startswith("post_norm."):
         assert isinstance(settings, EncoderSettings)

@@ -36,7 +36,9 @@ NUM_MODULATION_VECTORS = 6  # shift, scale and gate of attention and of MLP (ada
 BLOCK_PIECES = ("norm", "qkv", "attention", "projection", "norm_mlp", "up", "down", "add")
 BLOCK_KINDS = ("vit_block", "decoder_block")
 ROUTER = "mlp.router"  # the linear of a mixture of experts that scores all experts for each token
+SELECTION_BIAS = f"{ROUTER}.selection.bias"  # its parameter that is added to scores where experts are chosen
 EXPERT_LINEARS = ("linear_fc1", "linear_fc2")  # of each expert
+SHARED_EXPERT, SHARED_GATE = "mlp.shared", "mlp.shared_gate"
 PROJECTOR_KINDS = ("projector", "resampler")  # last layers of encoders; a resampler attends instead of merging tokens
 # Tokens for which the MLP of a recomputed block exists at once. Each chunk reads and writes the sums of gradients of
 # its weights once more, in fp32: on an H100, as modelled, 3% of its GEMMs, whatever their widths.
@@ -113,19 +115,48 @@ class DenseMlp:
         """Return the outputs of the first linear: those of the gate too, if there is one."""
         return self.ffn * (2 if self.gated else 1)
 
+    @property
+    def divided_widths(self) -> tuple[int, ...]:
+        """Return the inner widths that tensor parallelism divides."""
+        return (self.ffn,)
+
+
+@dataclass(frozen=True)
+class RouterShape:
+    """How a router scores experts and chooses among them, and what losses of its own it has."""
+
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    normalizes: bool = False  # the weights of a token's experts are divided by their sum
+    weight_scale: float = 1.0  # and then multiplied by this
+    has_bias: bool = False  # added to scores where experts are chosen, not to their weights
+    updates_bias: bool = False  # every step, by the tokens of each expert in it
+    groups: int = 1  # of experts
+    top_groups: int = 1  # that experts of a token are chosen from
+    balance_loss: float = 0.0  # coefficients
+    z_loss: float = 0.0
+
+    @property
+    def reads_samples(self) -> bool:
+        """Return whether training reads which sample a token belongs to."""
+        return self.updates_bias or self.balance_loss > 0 or self.z_loss > 0
+
 
 @dataclass(frozen=True)
 class MoeMlp:
     """A mixture of experts: each token is computed by the `top_k` of `experts` gated MLPs that its router scores best.
 
-    Outputs are weighted by the softmax of all scores. No token is dropped, whatever the load of an expert.
+    Outputs are weighted by the scores. No token is dropped, whatever the load of an expert. A shared expert computes
+    every token.
     """
 
     experts: int = 0
     top_k: int = 0
     expert_ffn: int = 0  # inner width of each
-    normalized_scores: bool = False  # the weights of a token's experts are divided by their sum
+    shared_ffn: int = 0  # inner width of the shared expert; 0: there is none
+    shared_gate: bool = False  # the shared expert's output is multiplied by the sigmoid of a score of the token
     ep: int = 1  # replicas that hold the experts together, as many of them each
+    load_spread: float = 0.0  # standard deviation of the experts' numbers of tokens in a pass, over their mean
+    router: RouterShape = RouterShape()
 
     @property
     def held_experts(self) -> int:
@@ -134,9 +165,11 @@ class MoeMlp:
 
     @property
     def linears(self) -> tuple[str, ...]:
-        """Return the names of the linears inside the block: the router's, then those of the experts."""
+        """Return the names of the linears inside the block: the router's, the shared expert's, those of the experts."""
+        shared = [f"{SHARED_EXPERT}.{linear}" for linear in EXPERT_LINEARS if self.shared_ffn]
+        shared += [SHARED_GATE] * self.shared_gate
         of_experts = (f"mlp.experts.{i}.{linear}" for i in range(self.experts) for linear in EXPERT_LINEARS)
-        return ROUTER, *of_experts
+        return ROUTER, *shared, *of_experts
 
     @property
     def gated(self) -> bool:
@@ -150,8 +183,13 @@ class MoeMlp:
 
     @property
     def ffn(self) -> int:
-        """Return the width that tensor parallelism divides: an expert's inner one."""
+        """Return the inner width of an expert."""
         return self.expert_ffn
+
+    @property
+    def divided_widths(self) -> tuple[int, ...]:
+        """Return the inner widths that tensor parallelism divides."""
+        return (self.expert_ffn, *((self.shared_ffn,) if self.shared_ffn else ()))
 
 
 Mixer: TypeAlias = Attention  # what moves information between tokens; a union once there are other kinds

@@ -19,12 +19,13 @@ from mmtrain.models.shapes.layer_shape import (
     LayerShape,
     MoeMlp,
     OffloadMode,
+    RouterShape,
     adaptable_linears,
     num_pieces,
 )
 from mmtrain.models.shapes.loss_chunks import LossSizes
 from mmtrain.models.shapes.unit_shape import UnitShape
-from mmtrain.recipe.settings.llm_settings import LlmSettings
+from mmtrain.recipe.settings.llm_settings import LlmSettings, MoeSettings
 from mmtrain.recipe.settings.schema import Recipe
 
 __all__ = [
@@ -127,6 +128,7 @@ def build_model_shape(recipe: Recipe) -> ModelShape:
         edges.append(ModelEdge("llm", "generator", layer=0, width=llm_hidden))
     shape = ModelShape(mark_frozen(units, recipe), tuple(edges), model.llm.tie_embeddings)
     shape = with_expert_parallelism(shape, recipe.parallel.llm.ep or 1)
+    shape = with_expert_spread(shape, recipe.parallel.llm.expert_spread)
     fixed = [u.name for u in units if recipe.parallel.of(u.name).runs_activations_again is True]
     modes = {u.name: recipe.parallel.of(u.name).offload for u in units}
     offload: dict[str, OffloadMode] = {name: mode for name, mode in modes.items() if mode != "auto"}
@@ -150,6 +152,15 @@ def with_expert_parallelism(shape: ModelShape, ep: int) -> ModelShape:
 
     def changed(_: str, block: LayerShape) -> LayerShape:
         return replace(block, mlp=replace(block.mlp, ep=ep)) if isinstance(block.mlp, MoeMlp) else block
+
+    return _with_blocks(shape, changed)
+
+
+def with_expert_spread(shape: ModelShape, spread: float) -> ModelShape:
+    """Return the model whose experts have numbers of tokens with this standard deviation over their mean."""
+
+    def changed(_: str, block: LayerShape) -> LayerShape:
+        return replace(block, mlp=replace(block.mlp, load_spread=spread)) if isinstance(block.mlp, MoeMlp) else block
 
     return _with_blocks(shape, changed)
 
@@ -203,7 +214,7 @@ def _llm_layers(settings: LlmSettings, num_added: int, num_queries: int) -> tupl
     windowed = replace(block, mixer=replace(attention, window=settings.window or 0))
     blocks = [block if i in settings.full_attention_blocks else windowed for i in range(settings.layers)]
     if (moe := settings.moe) is not None:
-        mixture = MoeMlp(moe.experts, moe.top_k, moe.ffn, moe.normalize)
+        mixture = _mixture(moe)
         blocks = [shape if i in moe.dense_blocks else replace(shape, mlp=mixture) for i, shape in enumerate(blocks)]
     for i in range(num_added):
         blocks[i] = replace(blocks[i], carried_in=num_added - i, carried_out=num_added - i - 1)
@@ -216,3 +227,18 @@ def _llm_layers(settings: LlmSettings, num_added: int, num_queries: int) -> tupl
         zero_centered_norms=settings.zero_centered_norms,
     )
     return (embedding, *blocks, head)
+
+
+def _mixture(moe: MoeSettings) -> MoeMlp:
+    """Describe a mixture of experts."""
+    router = RouterShape(
+        scores=moe.scores,
+        normalizes=moe.normalize,
+        weight_scale=moe.weight_scale,
+        has_bias=moe.selection_bias,
+        groups=moe.groups,
+        top_groups=moe.top_groups,
+        balance_loss=moe.balance_loss,
+        z_loss=moe.z_loss,
+    )
+    return MoeMlp(moe.experts, moe.top_k, moe.ffn, moe.shared_ffn or 0, moe.shared_gate, router=router)

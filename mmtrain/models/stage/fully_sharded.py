@@ -87,6 +87,9 @@ def shard_stage(
     grouped = [layer for layer in stage.layers.values() if layer is not stage.tied_layer]
     for layer in grouped:
         _move_empty(layer, device)
+        for part in layer.modules():
+            if getattr(part, "keeps_precision", False):  # a group of its own, which no rule of precision touches
+                fully_shard(part, mesh=mesh, reshard_after_forward=True)
         # Gathered again in the backward, unless it stays whole until `release_weights`, before an update.
         fully_shard(layer, mesh=mesh, reshard_after_forward=not keeps_weights, mp_policy=policy)
     _move_empty(stage, device)

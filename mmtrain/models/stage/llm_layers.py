@@ -44,14 +44,17 @@ class TextContext:
     @cached_property
     def packing(self) -> PackedSequences:
         """Sequences with rotary positions: those of the input, or from 0, or from where the cached tokens end."""
-        rotation = Rotation(self.head_dim, self.settings.rope_base, self.settings.rope_scaling)
+        turning = self.settings.rope_width
+        rotation = Rotation(self.head_dim, self.settings.rope_base, self.settings.rope_scaling, turning)
         sections, position_ids = self.settings.rope_sections, self.inputs.position_ids
         if sections is None or position_ids is None:  # in text alone the three positions are one
             rope = self._rotate(rotation)
         else:
             axes = tuple(rotary_axes(sections, self.settings.rope_interleaved))
+            axes += (0,) * (self.head_dim // 2 - len(axes))  # of pairs that do not turn
             rope = rotate_by_axes(position_ids, axes, rotation, self.dtype)
-        return PackedSequences(self._layout, rope, self.inputs.kv_cache, self.context_attention)
+        weight = self.inputs.token_weight
+        return PackedSequences(self._layout, rope, self.inputs.kv_cache, self.context_attention, token_weight=weight)
 
     @cached_property
     def context_attention(self) -> SharedAttention | None:
@@ -118,7 +121,7 @@ class TextContext:
         """Rotary positions of blocks with a window, where they have a base of their own."""
         base = self.settings.window_rope_base
         assert base is not None, "`block_packing` asks for it only then"
-        return self._rotate(Rotation(self.head_dim, base))
+        return self._rotate(Rotation(self.head_dim, base, turning=self.settings.rope_width))
 
 
 def rotary_axes(sections: tuple[int, ...], interleaved: bool) -> list[int]:

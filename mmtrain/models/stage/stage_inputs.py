@@ -108,6 +108,7 @@ class TextInput:
     context: ContextShare | None = None  # where ranks share the sequences of the microbatch
     # (Q,) int64 positions in [0, T) of the queries of images to draw; None for models without a generator.
     query_positions: Tensor | None = None
+    token_weight: float = 0.0  # of a token in means over the global batch, which routers' losses are
 
 
 UnitInput: TypeAlias = EncoderInput | TextInput | GeneratorInput

@@ -257,6 +257,15 @@ class SpreadChoice(_Frozen):
     faster: float  # share of the step
 
 
+class ExpertPrediction(_Frozen):
+    """What unequal loads of experts mean for a plan whose ranks hold experts together."""
+
+    spread: float  # `parallel.llm.expert_spread`
+    fullest_rank: float  # rows of the fullest rank over the mean
+    slower: float  # share by which a step is longer than with equal loads
+    trials: dict[int, float | None] = {}  # seconds of a step by ranks that hold experts; None: none fits or as fast
+
+
 class Prediction(_Frozen):
     """What the simulator predicts for this plan, mean over sampled batches of the recipe's data."""
 
@@ -273,6 +282,7 @@ class Prediction(_Frozen):
     memory_gib: float  # that a rank has
     balance: StageBalance | None = None  # None in plans that no search has made
     other_choices: tuple[SpreadChoice, ...] = ()  # by another spread of the ranks' times
+    experts: ExpertPrediction | None = None  # with expert parallelism
     # Of the same LLM on the same ranks, with as many tokens of text alone; None where that was not planned.
     text_only_tokens_per_s_per_gpu: float | None = None
 

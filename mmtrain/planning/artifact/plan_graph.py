@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 
-from mmtrain.costs.gradient_buckets import bucket_starts, reduced_parameters
+from mmtrain.costs.gradient_buckets import apart_parameters, bucket_starts, reduced_parameters
 from mmtrain.models.shapes.model_shape import (
     ModelShape,
     num_pieces,
@@ -140,9 +140,10 @@ def _with_buckets(stages: Iterable[Stage], unit: UnitPlan, name: str, shape: Mod
     if unit.num_replicas == 1 or unit.shard is not None or not shape.unit(name).is_splittable:
         yield from stages
         return
-    trained = reduced_parameters(shape, name, unit.tp, unit.pp)
+    trained, apart = reduced_parameters(shape, name, unit.tp, unit.pp), apart_parameters(shape, name, unit.tp)
     for stage in stages:
-        starts = bucket_starts(trained[slice(*stage.layers)], unit.num_replicas, unit.bucket_parameters)
+        held, numbers = slice(*stage.layers), (unit.num_replicas, unit.bucket_parameters)
+        starts = bucket_starts(trained[held], *numbers, apart[held], unit.ep)
         yield replace(stage, bucket_starts=starts) if len(starts) > 1 else stage
 
 

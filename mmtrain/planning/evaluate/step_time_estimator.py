@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from mmtrain.costs import Hardware
 from mmtrain.costs.collectives import GroupLayout
-from mmtrain.costs.gradient_buckets import bucket_starts, reduced_parameters
+from mmtrain.costs.gradient_buckets import apart_parameters, bucket_starts, reduced_parameters
 from mmtrain.costs.gradient_reduction import GradientReduction
 from mmtrain.costs.hardware import ELEMENT_BYTES
 from mmtrain.planning.artifact.layout import MeshSize
@@ -187,9 +187,11 @@ class _EstimateRun:
         holds_nothing = np.ones(shape, dtype=np.bool_)
         for spans in partitions.spans:
             mesh = self.assignment.meshes[spans.unit]
-            num_layers, num_parameters, first_chunk = self._held_of_unit(partitions, ranks, spans)
-            num_updated += num_parameters // mesh.num_replicas
-            adding_s += self._adding_seconds(spans.unit, num_parameters)
+            num_layers, (num_trained, num_apart), first_chunk = self._held_of_unit(partitions, ranks, spans)
+            num_updated += (num_trained - num_apart) // mesh.num_replicas
+            num_updated += num_apart // (mesh.num_replicas // mesh.ep)
+            adding_s += self._adding_seconds(spans.unit, num_trained - num_apart, mesh.num_replicas)
+            adding_s += self._adding_seconds(spans.unit, num_apart, mesh.num_replicas // mesh.ep)
             is_first = (num_layers > 0) & holds_nothing
             of_unit = self._waits_of_first_chunk(spans, first_chunk)
             gather_s, reduction_s = np.where(is_first, of_unit, (gather_s, reduction_s))
@@ -213,9 +215,9 @@ class _EstimateRun:
         adding_s = held.adding_s.max(axis=0)
         return np.asarray(reduced + norm_s + (adding_s + optimizer_s)[:, None])
 
-    def _adding_seconds(self, unit: str, num_parameters: IntArray) -> FloatArray:
+    def _adding_seconds(self, unit: str, num_parameters: IntArray, num_replicas: int) -> FloatArray:
         """Return the seconds in which ranks add up gradients of so many parameters, as of one bucket."""
-        replicas = GroupLayout(self.assignment.meshes[unit].num_replicas)
+        replicas = GroupLayout(num_replicas)
         counts, inverse = np.unique(num_parameters, return_inverse=True)
         # A tied matrix is reduced once, where a rank counts it at both ends.
         twice = sum(self._trained(unit)) - sum(self._reduced_parameters(unit, is_whole=False))
@@ -227,14 +229,28 @@ class _EstimateRun:
         mesh = self.assignment.meshes[unit]
         return self.layer_costs.unit_costs(unit, mesh.tp, self.assignment.batch_split).parameters.astype(np.int64)
 
+    def _apart(self, unit: str) -> list[int]:
+        """Return how many of each layer's trained parameters belong to experts of which replicas hold others."""
+        if unit not in self._apart_of_units:
+            mesh = self.assignment.meshes[unit]
+            self._apart_of_units[unit] = apart_parameters(self.layer_costs.shape, unit, mesh.tp)
+        return self._apart_of_units[unit]
+
+    @cached_property
+    def _apart_of_units(self) -> dict[str, list[int]]:
+        """Cache of `_apart`."""
+        return {}
+
     def _held_of_unit(
         self, partitions: OrderedPartitions, ranks: Sequence[int], spans: LayerSpans
     ) -> tuple[IntArray, IntArray, IntArray]:
-        """Return (ranks, n) layers of a unit on each rank, and trained parameters of them; and the first chunk of them.
+        """Return (ranks, n) layers of a unit on each rank, trained parameters of them, and the first chunk of them.
 
-        Of the first chunk that holds any, (2, ranks, n): its first layer and the one after its last.
+        Of parameters (2, ranks, n): all, and those of experts apart. Of the first chunk that holds any, (2, ranks, n):
+        its first layer and the one after its last.
         """
-        parameters_before = np.concatenate([[0], np.cumsum(self._trained(spans.unit))])
+        of_layers = np.stack([self._trained(spans.unit), self._apart(spans.unit)])
+        before = np.concatenate([np.zeros((2, 1), np.int64), np.cumsum(of_layers, axis=1)], axis=1)
         column = {stage: k for k, stage in enumerate(spans.stages)}
         held = [
             (row, column[stage])
@@ -245,9 +261,10 @@ class _EstimateRun:
         rows, columns = np.array(held, dtype=np.int64).reshape(-1, 2).T
         first, last = spans.first[:, columns].T, spans.last[:, columns].T
         num_layers = np.zeros((len(ranks), len(partitions)), dtype=np.int64)
-        num_parameters = np.zeros_like(num_layers)
+        num_parameters = np.zeros((2, *num_layers.shape), dtype=np.int64)
         np.add.at(num_layers, rows, last - first)
-        np.add.at(num_parameters, rows, parameters_before[last] - parameters_before[first])
+        for of_kind, before_layer in zip(num_parameters, before, strict=True):
+            np.add.at(of_kind, rows, before_layer[last] - before_layer[first])
         first_chunk = np.zeros((2, *num_layers.shape), dtype=np.int64)
         for row, stage_column in sorted(held, key=lambda row_and_column: -row_and_column[1]):
             of_stage = np.stack([spans.first[:, stage_column], spans.last[:, stage_column]])
@@ -276,11 +293,12 @@ class _EstimateRun:
         if not any(trained):
             return 0.0, 0.0
         starts: tuple[int, ...] = (0,)
+        apart = self._apart(unit)[first:last]
         if self.layer_costs.shape.unit(unit).is_splittable:
-            starts = bucket_starts(trained, mesh.num_replicas, self.layer_costs.bucket_parameters)
-        bounds = [*starts, last - first]
-        parameters = [sum(trained[lo:hi]) for lo, hi in pairwise(bounds)]
-        reductions, gathers = np.array([self._reduction_and_gather(count, mesh) for count in parameters]).T
+            starts = bucket_starts(trained, mesh.num_replicas, self.layer_costs.bucket_parameters, apart, mesh.ep)
+        buckets = [slice(*bounds) for bounds in pairwise([*starts, last - first])]
+        counts = [(sum(trained[bucket]), sum(apart[bucket])) for bucket in buckets]
+        reductions, gathers = np.array([self._reduction_and_gather(*count, mesh) for count in counts]).T
         longest = times.by_kind.max(axis=(2, 3, 4))[times.kind[first:last]]  # (layers, 3)
         backward = longest[:, BACKWARD] + (longest[:, RECOMPUTE] if is_recomputed else 0.0)
         forward_before, backward_before = (
@@ -304,14 +322,27 @@ class _EstimateRun:
         """Cache of `_reduced_parameters`."""
         return {}
 
-    def _reduction_and_gather(self, num_parameters: int, mesh: MeshSize) -> tuple[float, float]:
-        """Return the seconds in which replicas reduce the gradients of so many parameters, and gather the weights."""
-        key = num_parameters, mesh
+    def _reduction_and_gather(self, num_parameters: int, num_apart: int, mesh: MeshSize) -> tuple[float, float]:
+        """Return the seconds in which replicas reduce the gradients of so many parameters, and gather the weights.
+
+        num_apart: those of experts of which only every `ep`-th replica holds the same.
+        """
+        joint = self._collective_seconds(num_parameters - num_apart, 1, mesh)
+        if not num_apart:
+            return joint
+        apart = self._collective_seconds(num_apart, mesh.ep, mesh)
+        return joint[0] + apart[0], joint[1] + apart[1]
+
+    def _collective_seconds(self, num_parameters: int, step: int, mesh: MeshSize) -> tuple[float, float]:
+        """Return the seconds of a reduction and of a gather among every `step`-th replica."""
+        key = num_parameters, step, mesh
         if key not in self._collective_s:
             costs, weight_bytes = self.layer_costs.costs, ELEMENT_BYTES[self.layer_costs.precision]
-            num_replicas, ranks_per_node = mesh.num_replicas, self.machine.ranks_per_node
-            first_ranks = [p * mesh.tp * num_replicas for p in range(mesh.pp)]
-            layouts = {GroupLayout.strided(num_replicas, mesh.tp, ranks_per_node, first) for first in first_ranks}
+            num_replicas, stride = mesh.num_replicas // step, mesh.tp * step
+            first_ranks = [p * mesh.tp * mesh.num_replicas for p in range(mesh.pp)]
+            layouts = {
+                GroupLayout.strided(num_replicas, stride, self.machine.ranks_per_node, first) for first in first_ranks
+            }
             reduction = self._reduction
             reductions = (
                 reduction.rounding_seconds(num_parameters, g) + reduction.seconds(num_parameters, g) for g in layouts
@@ -325,8 +356,8 @@ class _EstimateRun:
         return GradientReduction(self.layer_costs.costs, self.layer_costs.grad_reduce)
 
     @cached_property
-    def _collective_s(self) -> dict[tuple[int, MeshSize], tuple[float, float]]:
-        """Cache of `_reduction_and_gather`."""
+    def _collective_s(self) -> dict[tuple[int, int, MeshSize], tuple[float, float]]:
+        """Cache of `_collective_seconds`."""
         return {}
 
 

@@ -265,7 +265,8 @@ def _fix_sizes(
 def _rules(unit: UnitShape, ranks_per_node: int, global_batch: int) -> dict[str, str]:
     """Return what is wrong with a size that is not possible, by setting."""
     block = next(layer for layer in unit.layers if layer.mixer is not None)
-    widths = sorted({layer.mlp.ffn for layer in unit.layers if layer.mlp is not None and layer.mixer is not None})
+    mlps = {layer.mlp for layer in unit.layers if layer.mlp is not None and layer.mixer is not None}
+    widths = sorted({width for mlp in mlps for width in mlp.divided_widths})
     inner_width, kv_heads = " and ".join(map(str, widths)), block.attention.kv_heads
     all_heads = dict.fromkeys(layer.mixer.heads for layer in unit.layers if layer.mixer is not None)
     heads = " and ".join(map(str, all_heads))  # a resampler may have another number
@@ -315,7 +316,7 @@ def _tensor_parallel_sizes(unit: UnitShape, ranks_per_node: int) -> tuple[int, .
         return sizes
     mixers = {layer.mixer for layer in unit.layers if layer.mixer is not None}
     widths = {layer.vocab for layer in unit.layers}
-    widths |= {layer.mlp.ffn for layer in unit.layers if layer.mlp is not None}
+    widths |= {width for layer in unit.layers if layer.mlp is not None for width in layer.mlp.divided_widths}
     widths |= {width for mixer in mixers for width in (mixer.heads, mixer.kv_width)}
     kv_heads = {mixer.kv_heads for mixer in mixers}
 

@@ -22,6 +22,7 @@ from mmtrain.costs.cost_model import (
 )
 from mmtrain.costs.gradient_reduction import BYTES_PER_GRADIENT, GradientReduction
 from mmtrain.costs.hardware import Precision
+from mmtrain.costs.layer_arithmetic import num_apart_parameters
 from mmtrain.costs.sharded_layers import ShardedLayers, overlapped_seconds
 from mmtrain.costs.time_spread import NO_SPREAD, TimeSpread
 from mmtrain.models.shapes.model_shape import LayerShape, ModelShape
@@ -39,7 +40,7 @@ from mmtrain.program.ir.actions import (
     Step,
 )
 from mmtrain.program.ir.data_dependencies import Bucket, gradient_buckets, participants
-from mmtrain.program.ir.graph import LLM, Edge, Microbatch, StageGraph, StageId
+from mmtrain.program.ir.graph import LLM, Edge, Microbatch, StageGraph, StageId, UnitMesh
 from mmtrain.program.ir.segments import direction, finished_pass
 from mmtrain.program.ir.step_loads import IntArray, Route, StepLoads
 from mmtrain.program.simulation.straggler_waits import StragglerWaits, straggler_waits
@@ -84,6 +85,13 @@ def _works(kind: Direction, held: StageLayer, content: StageContent, load: Token
         yield work
         if kind == "B" and held.recompute:
             yield LayerWork(held.layer, content.tp, load, "recompute", split=content.split)
+
+
+class _ReducedPart(NamedTuple):
+    """Parameters whose gradients the same ranks reduce."""
+
+    num_parameters: int
+    replicas: GroupLayout
 
 
 class TransferCost(NamedTuple):
@@ -304,14 +312,18 @@ class ModelTiming:
             case Dispatch():
                 return self._dispatch(action)
             case ReduceGrads():
-                num_reduced = self._num_reduced(rank, action)
-                nbytes = self._reduction.nbytes(num_reduced)
-                seconds = self._reduction.rounding_seconds(num_reduced, layout)
-                seconds += self._reduction.seconds(num_reduced, layout)
+                parts = self._reduced_parts(rank, action, group)
+                nbytes = sum(self._reduction.nbytes(count) for count, _ in parts)
+                seconds = sum(
+                    self._reduction.rounding_seconds(*part) + self._reduction.seconds(*part) for part in parts
+                )
             case GatherParams(unit, chunk, bucket):
-                num_reduced = self._num_reduced(rank, ReduceGrads(unit, chunk, bucket))  # the same parameters
-                nbytes = num_reduced * self.element_bytes
-                seconds = self.costs.collective("all_gather", nbytes, layout)
+                parts = self._reduced_parts(rank, ReduceGrads(unit, chunk, bucket), group)  # the same parameters
+                nbytes = sum(count for count, _ in parts) * self.element_bytes
+                seconds = sum(
+                    self.costs.collective("all_gather", count * self.element_bytes, replicas)
+                    for count, replicas in parts
+                )
             case ReduceShared():
                 table = self.shape.unit(LLM).layers[0]
                 nbytes = table.vocab * table.hidden // self.graph.mesh(LLM).tp * BYTES_PER_GRADIENT
@@ -506,9 +518,8 @@ class ModelTiming:
         seconds_of_ranks = dict.fromkeys(self._ranks_of_stages, 0.0)
         for rank in seconds_of_ranks:
             for reduction in gradient_buckets(self.graph, rank):
-                replicas = self.link_class(participants(self.graph, rank, reduction))
-                num_reduced = self._num_reduced(rank, reduction)
-                seconds_of_ranks[rank] += self._reduction.adding_seconds(num_reduced, replicas)
+                parts = self._reduced_parts(rank, reduction, participants(self.graph, rank, reduction))
+                seconds_of_ranks[rank] += sum(self._reduction.adding_seconds(*part) for part in parts)
         return max(seconds_of_ranks.values())
 
     @property
@@ -520,9 +531,16 @@ class ModelTiming:
     def _optimizer_s(self) -> float:
         """Seconds of the longest optimizer step of a rank."""
         ranks = self._ranks_of_stages
-        units = {mesh.unit: mesh.num_replicas if mesh.shard is None else mesh.shard for mesh in self.graph.meshes}
-        counts = [sum(self._trained_parameters(rank, name) // dp for name, dp in units.items()) for rank in ranks]
+        counts = [sum(self._num_updated(rank, mesh) for mesh in self.graph.meshes) for rank in ranks]
         return max(map(self.costs.optimizer, counts))
+
+    def _num_updated(self, rank: int, mesh: UnitMesh) -> int:
+        """Return the parameters of a unit that the optimizer of a rank updates."""
+        num_replicas = mesh.num_replicas if mesh.shard is None else mesh.shard
+        held = [stage for stage, _ in self.graph.held_by(rank) if stage.unit == mesh.unit]
+        apart = sum(sum(self._apart_by_layer(stage)) for stage in held)
+        joint = sum(sum(self._trained_by_layer(stage)) for stage in held) - apart
+        return joint // num_replicas + apart // (num_replicas // mesh.ep)
 
     @cached_property
     def _contents(self) -> dict[StageId, StageContent]:
@@ -586,20 +604,25 @@ class ModelTiming:
         inside = [edge for edge in self.graph.edges if not edge.crosses_units]
         return {e: self.shape.unit(e.dst.unit).layers[self.graph.stage(e.dst).layers[0]] for e in inside}
 
-    def _trained_parameters(self, rank: int, unit: str) -> int:
-        return sum(self._trained_in_stage(sid) for sid, _ in self.graph.held_by(rank) if sid.unit == unit)
+    def _reduced_parts(self, rank: int, reduction: ReduceGrads, group: tuple[int, ...]) -> "list[_ReducedPart]":
+        """Return what a rank reduces of a bucket: with all of `group`, and experts with those that hold the same."""
+        joint, apart = self._num_reduced(rank, reduction)
+        same_experts = group[:: self.graph.mesh(reduction.unit).ep]
+        parts = [_ReducedPart(joint, self.link_class(group))]
+        return [*parts, _ReducedPart(apart, self.link_class(same_experts))] if apart else parts
 
-    def _num_reduced(self, rank: int, reduction: ReduceGrads) -> int:
-        """Return the parameters of a bucket whose gradients a rank reduces."""
+    def _num_reduced(self, rank: int, reduction: ReduceGrads) -> tuple[int, int]:
+        """Return the parameters of a bucket whose gradients a rank reduces: all but experts apart, and these."""
         key = rank, reduction
         if key not in self._reduced:
             for of_rank, bucket in gradient_buckets(self.graph, rank).items():
                 num_trained = sum(self._trained_by_layer(bucket.stage)[bucket.lo : bucket.hi])
-                self._reduced[rank, of_rank] = num_trained - self._counted_twice(bucket, num_trained)
+                apart = sum(self._apart_by_layer(bucket.stage)[bucket.lo : bucket.hi])
+                self._reduced[rank, of_rank] = num_trained - apart - self._counted_twice(bucket, num_trained), apart
         return self._reduced[key]
 
     @cached_property
-    def _reduced(self) -> dict[tuple[int, ReduceGrads], int]:
+    def _reduced(self) -> dict[tuple[int, ReduceGrads], tuple[int, int]]:
         """Cache of `_num_reduced`."""
         return {}
 
@@ -613,8 +636,17 @@ class ModelTiming:
         matrix = layers[-1].vocab * layers[-1].hidden // self.graph.mesh(LLM).tp
         return matrix if num_trained >= matrix else 0
 
-    def _trained_in_stage(self, stage: StageId) -> int:
-        return sum(self._trained_by_layer(stage))
+    def _apart_by_layer(self, stage: StageId) -> tuple[int, ...]:
+        """Return how many of `_trained_by_layer` belong to experts of which replicas hold different ones."""
+        if stage not in self._apart:
+            tp = self.graph.mesh(stage.unit).tp
+            self._apart[stage] = tuple(num_apart_parameters(held.layer, tp) for held in self._contents[stage].layers)
+        return self._apart[stage]
+
+    @cached_property
+    def _apart(self) -> dict[StageId, tuple[int, ...]]:
+        """Cache of `_apart_by_layer`."""
+        return {}
 
     def _trained_by_layer(self, stage: StageId) -> tuple[int, ...]:
         """Return how many parameters of each layer of a stage train on one rank."""

@@ -68,9 +68,9 @@ def check_rope_sections(recipe: Recipe) -> Iterator[Problem]:
     sections = model.llm.rope_sections
     if sections is None:
         return
-    num_pairs = (model.llm.head_dim or model.llm.hidden // model.llm.heads) // 2
+    num_pairs = (model.llm.rope_width or model.llm.head_dim or model.llm.hidden // model.llm.heads) // 2
     if sum(sections) != num_pairs:
-        text = f"they add up to {sum(sections)}; allowed: {num_pairs}, the pairs of features of a head"
+        text = f"they add up to {sum(sections)}; allowed: {num_pairs}, the pairs of features of a head that turn"
         yield Problem(("model", "llm", "rope_sections"), text)
     encoders = [name for name, encoder in model.all_encoders.items() if encoder.modality == "vision"]
     if len(encoders) > 1:

@@ -10,6 +10,7 @@ from mmtrain.recipe.settings.presets import LlmPreset
 from mmtrain.recipe.settings.unit_settings import PRESET_DESCRIPTION, UnitSettings
 
 BlockNumber = Annotated[int, Field(ge=0)]
+_EXPERTS_THAT_SCORE_A_GROUP = 2  # its best ones
 
 
 class RopeScalingSettings(Section):
@@ -87,7 +88,65 @@ class MoeSettings(Section):
     normalize: bool = setting(
         True,
         affects={"plan", "resume"},
-        description="Divide the weights of a token's experts, which are softmax probabilities, by their sum.",
+        description="Divide the weights of a token's experts, which are their scores, by their sum.",
+    )
+    scores: Literal["softmax", "sigmoid"] = setting(
+        "softmax",
+        affects={"plan", "resume"},
+        description="What the router makes of its logits, in fp32: probabilities of all experts, or a score of each by "
+        "itself (DeepSeek-V3, arXiv 2412.19437; GLM-4.5), for which logits are in fp32 too.",
+    )
+    weight_scale: float = setting(
+        1.0,
+        gt=0,
+        affects={"resume"},
+        description="Factor on the weights of a token's experts (`routed_scaling_factor`).",
+    )
+    selection_bias: bool = setting(
+        False,
+        affects={"plan", "resume"},
+        description="Add a bias of each expert to its score where experts are chosen, but not to its weight (arXiv "
+        "2408.15664).",
+    )
+    selection_bias_rate: float = setting(
+        0.0,
+        ge=0,
+        affects={"plan", "resume"},
+        description="How much the bias of an expert rises after a step in which it had fewer tokens than the mean of "
+        "the block's experts, and falls where it had more. 0: it stays as it is. DeepSeek-V3 was trained with 0.001.",
+    )
+    groups: PositiveInt = setting(
+        1,
+        affects={"plan", "resume"},
+        description="Groups of neighbouring experts. A group scores as much as its two best experts together.",
+    )
+    top_groups: PositiveInt = setting(
+        1, affects={"plan", "resume"}, description="Groups with the best scores, which a token's experts come from."
+    )
+    shared_ffn: PositiveInt | None = setting(
+        None,
+        affects={"plan", "resume"},
+        description="Width of the hidden layer of a shared expert, which computes every token. Several shared experts "
+        "are one of their widths together. Default: there is none.",
+    )
+    shared_gate: bool = setting(
+        False,
+        affects={"plan", "resume"},
+        description="Multiply the shared expert's output by the sigmoid of a linear of the token (Qwen2-MoE).",
+    )
+    balance_loss: float = setting(
+        0.0,
+        ge=0,
+        affects={"plan", "resume"},
+        description="Coefficient of the loss that balances the load of experts, in each sample by itself (DeepSeek-V3; "
+        "`docs/decisions/models.md`). 0: off. Its gradient is used; the reported loss does not have it.",
+    )
+    z_loss: float = setting(
+        0.0,
+        ge=0,
+        affects={"plan", "resume"},
+        description="Coefficient of the mean over tokens of the squared log-sum-exp of the router's logits (ST-MoE, "
+        "arXiv 2202.08906). 0: off. Its gradient is used; the reported loss does not have it.",
     )
     dense_blocks: tuple[BlockNumber, ...] = setting(
         (),
@@ -100,7 +159,24 @@ class MoeSettings(Section):
         problems = []
         if self.top_k > self.experts:
             problems.append(f"top_k: found {self.top_k}, but there are only {self.experts} experts")
+        if self.experts % self.groups:
+            problems.append(f"groups: {self.groups} does not divide the {self.experts} experts; use a divisor of them")
+        else:
+            problems += self._group_problems(self.experts // self.groups)
+        if self.selection_bias_rate and not self.selection_bias:
+            problems.append("selection_bias_rate: without `selection_bias` there is no bias; remove it")
+        if self.shared_gate and self.shared_ffn is None:
+            problems.append("shared_gate: without `shared_ffn` there is no shared expert; remove it")
         return self._without(problems)
+
+    def _group_problems(self, size: int) -> Iterator[str]:
+        """Yield what is wrong with groups of `size` experts."""
+        if self.top_groups > self.groups:
+            yield f"top_groups: found {self.top_groups}, but there are only {self.groups} groups"
+        elif self.groups > 1 and size < _EXPERTS_THAT_SCORE_A_GROUP:
+            yield f"groups: {self.groups} groups of {self.experts} experts have {size} each, but need at least 2"
+        elif self.top_k > self.top_groups * size:
+            yield f"top_k: found {self.top_k}, but `top_groups` leave a token only {self.top_groups * size} experts"
 
 
 class LlmSettings(UnitSettings):
@@ -146,6 +222,13 @@ class LlmSettings(UnitSettings):
         description="How many pairs of features of a head are rotated by time, by row and by column (M-RoPE of "
         "Qwen2-VL, arXiv 2409.12191). Features of an image have the position of the text before it, plus their place "
         "in the image. Their sum is half the width of a head. Default: one position for each token.",
+    )
+    rope_width: PositiveInt | None = setting(
+        None,
+        affects={"resume"},
+        added_later=True,
+        description="Features of a head that rotary positions turn, an even number; others stay as they are (GLM-4.5 "
+        "turns half of them). Default: all.",
     )
     rope_interleaved: bool = setting(
         False,
@@ -235,6 +318,8 @@ class LlmSettings(UnitSettings):
             problems.append("window_rope_base: without `window` no block has one; remove it")
         if self.window_rope_base is not None and self.rope_sections is not None:
             problems.append("window_rope_base cannot be combined with rope_sections; remove one of them")
+        if self.rope_width is not None:
+            problems += self._rope_width_problems(self.rope_width)
         if self.rope_interleaved and self.rope_sections is None:
             problems.append("rope_interleaved is set, but there are no rope_sections to interleave; remove it")
         if max(self.full_attention_blocks, default=0) >= self.layers:
@@ -245,6 +330,13 @@ class LlmSettings(UnitSettings):
         if self.moe is not None:
             problems += self._moe_problems(self.moe)
         return self._without(problems)
+
+    def _rope_width_problems(self, width: int) -> Iterator[str]:
+        head_dim = self.head_dim or self.hidden // self.heads
+        if width % 2 or width > head_dim:
+            yield f"rope_width: found {width}, allowed: an even number up to head_dim, {head_dim}"
+        if self.rope_scaling is not None and self.rope_scaling.kind == "yarn":
+            yield "rope_width: `yarn` would scale features that do not turn; use another kind of rope_scaling"
 
     def _moe_problems(self, moe: MoeSettings) -> Iterator[str]:
         last = max(moe.dense_blocks, default=0)

@@ -57,6 +57,8 @@ def context_share(text: TextInput, mesh: UnitMesh, meta: BatchMeta, replica: int
             whole_lengths=tuple(piece.num_tokens for piece in split.whole_pieces[rank]),
             cut_lengths=tuple(split.lengths[sequence] for sequence in split.cut),
             pieces=tuple(tuple(piece.num_tokens for piece in pieces) for pieces in split.cut_pieces),
+            sequences=tuple(piece.sequence for piece in split.pieces(rank)),
+            num_sequences=len(split.lengths),
             whole_spans=_spans(text.image_spans, split, [piece.sequence for piece in split.whole_pieces[rank]]),
             cut_spans=_spans(text.image_spans, split, split.cut),
             features={unit: own.exchange for unit, own in features.items() if own.exchange is not None},

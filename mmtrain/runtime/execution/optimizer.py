@@ -73,6 +73,16 @@ class UnitOptimizer(Protocol):
         """Continue after `value` updates; Adam's bias correction depends on it."""
 
 
+class GradientFreeUpdate(Protocol):
+    """Changes weights by what a step's backwards counted."""
+
+    def reset(self) -> None:
+        """Forget what was counted."""
+
+    def step(self, skip: Tensor) -> None:
+        """Change the weights, unless `skip` is 1; the host does not wait for the device."""
+
+
 class JoinedOptimizers:
     """The optimizer of a unit whose parameters have replicas on different ranks: one for each kind of them."""
 
@@ -161,8 +171,10 @@ class Optimizer:
         settings: OptimizerSettings,
         world: World,
         tied_group: dist.ProcessGroup | None,
+        without_gradient: Sequence[GradientFreeUpdate] = (),
     ) -> None:
         self.units, self._settings, self._world, self._tied_group = units, settings, world, tied_group
+        self._without_gradient = without_gradient
         self._num_updates = 0
         self._has_updated_shards = False  # since parameters were gathered
         self._norm = torch.zeros((), dtype=torch.float64)  # of the last step's gradients
@@ -192,6 +204,8 @@ class Optimizer:
         """Forget the gradients of the last step."""
         for unit in self.units.values():
             unit.zero_grad()
+        for update in self._without_gradient:
+            update.reset()
 
     def reduce_shared(self) -> None:
         """Sum the tied embedding's gradient over the two stages that hold it."""
@@ -227,6 +241,8 @@ class Optimizer:
         self._wait_for_reader = _nothing_to_wait_for
         for unit in self.units.values():
             unit.step(lr, clip)
+        for update in self._without_gradient:
+            update.step(clip.skip)
         self._has_updated_shards = True
 
     def finish_step(self) -> tuple[float, bool]:

@@ -1,5 +1,6 @@
 """Build everything that one rank needs to execute a plan, once; it runs in every step."""
 
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,14 +10,17 @@ import torch
 from torch import nn
 
 from mmtrain.costs import Precision
+from mmtrain.costs.expert_loads import fullest_rank_load
 from mmtrain.data.index.sample_sources import SampleSources
 from mmtrain.data.loading.batch_builder import StepData
 from mmtrain.data.loading.payload import PayloadNeed
 from mmtrain.models.build_stage import StageOptions, build_stage, build_stage_without_weights
+from mmtrain.models.megatron.experts import ExpertMlp
+from mmtrain.models.megatron.selection_biases import SelectionBiases
 from mmtrain.models.megatron.zero_adamw import BucketNumber, LocalParam, ZeroAdamW
 from mmtrain.models.optim import parameter_specs
 from mmtrain.models.optim.parameter_specs import WeightSource
-from mmtrain.models.shapes.layer_shape import is_of_expert
+from mmtrain.models.shapes.layer_shape import MoeMlp, is_of_expert
 from mmtrain.models.shapes.model_shape import LayerShape, ModelShape, build_model_shape
 from mmtrain.models.stage.fully_sharded import FullyShardedAdamW, initialize_shards, shard_stage
 from mmtrain.models.stage.stage_module import StageModule, StageSpec
@@ -163,8 +167,11 @@ def build_rank_context(
     widths, readers = edge_widths(graph, model), state_readers(graph, model)
     transport = Transport(world.rank, groups, widths, sequence_parallel, world.device, dtype, readers)
     units = build_units(recipe, model, graph, transport, sequence_parallel, pretrained)
+    if limit is not None:
+        _limit_rows_of_experts(plan, model, units)
     unit_optimizers = {name: _optimizer_of(recipe, unit, world, graph) for name, unit in units.items()}
-    optimizer = Optimizer(unit_optimizers, recipe.train.optimizer, world, groups.tied_embeddings)
+    biases = _selection_biases(recipe, units)
+    optimizer = Optimizer(unit_optimizers, recipe.train.optimizer, world, groups.tied_embeddings, biases)
     if pretrained is not None:
         optimizer.start_masters(pretrained)
     broker = Broker(graph, actions, transport, send_window(program), activity)
@@ -185,6 +192,19 @@ def build_rank_context(
         activity=activity,
         faults=faults,
     )
+
+
+def _limit_rows_of_experts(plan: Plan, model: ModelShape, units: Mapping[str, UnitRunner]) -> None:
+    """Let mixtures compute at once no more rows than the plan has memory for."""
+    if LLM not in units:
+        return
+    tokens = plan.data.largest_microbatch[LLM].tokens
+    for stage in units[LLM].stages.values():
+        for name, layer in stage.layers.items():
+            shape = model.unit(LLM).layers[int(name)].mlp
+            for module in layer.modules():
+                if isinstance(module, ExpertMlp) and isinstance(shape, MoeMlp):
+                    module.max_rows = math.ceil(tokens * shape.top_k * fullest_rank_load(shape))
 
 
 def _connect(graph: StageGraph, world: World, activity: Activity) -> ProcessGroups:
@@ -335,6 +355,14 @@ def _optimizer_of(recipe: Recipe, unit: UnitRunner, world: World, graph: StageGr
         return build_unit_optimizer(recipe, unit, world, starts)
     dense = build_unit_optimizer(recipe, unit, world, starts, lambda name: not is_of_expert(name))
     return JoinedOptimizers([dense, build_unit_optimizer(recipe, unit, world, starts, is_of_expert)])
+
+
+def _selection_biases(recipe: Recipe, units: Mapping[str, UnitRunner]) -> list[SelectionBiases]:
+    """Return what updates the selection biases of the LLM's routers on this rank, if the recipe has a rate for it."""
+    moe = recipe.model.llm.moe
+    if moe is None or not moe.selection_bias_rate or LLM not in units:
+        return []
+    return [SelectionBiases(units[LLM].stages.values(), units[LLM].groups.dp, moe.selection_bias_rate)]
 
 
 def build_unit_optimizer(

@@ -69,8 +69,9 @@ def host_inputs(
             else:
                 encoder = _encoder_input(encoder_payload, recipe.data.image, _device_of(stages[unit]))
             inputs[Microbatch(unit, replica, index)] = replace(encoder, tables=_host_tables(stages[unit], encoder))
+    token_weight = 1.0 / max(1, int(data.meta.tokens.sum()))
     for (replica, index), text_payload in data.text.items():
-        text = _text_input(text_payload)
+        text = replace(_text_input(text_payload), token_weight=token_weight)
         if sources is not None and text.labels is not None:
             samples = data.meta.sample_id[data.meta.microbatch(replica, index)]
             text = _with_sources(text, sources.numbers[samples], len(sources.names))

@@ -77,7 +77,7 @@ def examine_machine(folder: Path, links: bool = True, commands: Sequence[str] = 
         backends=backends,
         attention=attention,
         attention_by_head_dim=by_head_dim,
-        kernels=[str(choice) for choice in kernel_choices("auto", device, dtype)],
+        kernels=[str(choice) for choice in kernel_choices("auto", device, dtype, has_experts=True)],
         flops=flops,
         messages=messages,
         findings=findings,

@@ -30,12 +30,13 @@ from mmtrain.models.shapes.model_shape import ModelShape
 from mmtrain.program import LLM, ModelTiming, Stage, StepLoads
 from mmtrain.recipe.settings.modalities import GENERATOR
 from mmtrain.report import StepMetrics, TimeSplit
-from mmtrain.report.metrics_record import DispatchMetrics, EdgeMetrics, SourceMetrics
+from mmtrain.report.metrics_record import DispatchMetrics, EdgeMetrics, ExpertMetrics, SourceMetrics
 from mmtrain.runtime.execution.executor import StepOutcome
 from mmtrain.runtime.execution.rank_context import RankContext
 from mmtrain.runtime.resilience.out_of_memory import peak_memory_bytes, peak_reserved_bytes
 from mmtrain.runtime.resilience.stragglers import Straggler, StragglerDetector
 from mmtrain.runtime.training.cost_drift import CostDrift, CostDriftDetector
+from mmtrain.runtime.training.expert_loads import ExpertLoadReducer
 from mmtrain.runtime.world import World
 
 
@@ -66,6 +67,7 @@ class StepMetricsReduction:
     edges: dict[str, EdgeMetrics]
     stragglers: list[Straggler]
     new_stragglers: list[Straggler]  # those that were none in the step before
+    experts: ExpertMetrics | None  # how tokens fell on the experts of mixtures
     cost_drift: CostDrift | None  # in the step in which it has lasted long enough
 
 
@@ -94,6 +96,7 @@ class StepMetricsReducer:
         self._drift_detector = CostDriftDetector(rank_context.graph, rank_context.world.rank) if watches_costs else None
         if recorded_costs is not None:
             self.use_costs(recorded_costs)
+        self._expert_loads = ExpertLoadReducer(rank_context)
         self._input_grad_needed = input_grad_needed(rank_context.shape)
         self._straggler_detector = StragglerDetector(rank_context.graph, self._work_of)
         self.peak_flops = self._machine.peak_flops(rank_context.precision) * rank_context.world.size
@@ -180,6 +183,7 @@ class StepMetricsReducer:
             lost_folder=bool(lost_flags.any()),
             peak_reserved_bytes=int(reserved.max()) or None,
             edges=self._edge_metrics(all_edges.sum(dim=0).tolist()),
+            experts=self._expert_loads.reduce(),
             stragglers=stragglers,
             new_stragglers=new_stragglers,
             cost_drift=self._drift_detector.observe(all_drift.numpy()) if self._drift_detector is not None else None,
@@ -216,6 +220,7 @@ class StepMetricsReducer:
             slow_ranks=tuple(straggler.to_text() for straggler in reduction.stragglers),
             ranks=self._context.world.size,
             dispatch=self._dispatch_metrics(meta, reduction),
+            experts=reduction.experts,
             sources={} if self.sources is None else source_metrics(meta, self.sources, reduction.source_losses),
         )
 

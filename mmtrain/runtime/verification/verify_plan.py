@@ -189,9 +189,10 @@ def _run_alone(shared: _Verified, address: Address) -> None:
         return _with_small_ids(builder.build(meta), recipe)
 
     batches = [shared.batch(step) for step in range(shared.num_steps)]
-    steps = [
-        alone.step(batch.sample_id.tolist(), loss_scales(recipe, batch), partial(load, batch.step)) for batch in batches
-    ]
+    steps = []
+    for batch in batches:
+        scales, num_tokens = loss_scales(recipe, batch), int(batch.tokens.sum())
+        steps.append(alone.step(batch.sample_id.tolist(), scales, num_tokens, partial(load, batch.step)))
     torch.save(steps, shared.expected_file)
     leave()
 
@@ -271,6 +272,8 @@ def _narrow_llm(settings: LlmSettings, tp: int, width: int) -> dict[str, Any]:
         divisor = math.gcd(*settings.rope_sections)
         sections = tuple(pairs // divisor for pairs in settings.rope_sections)
         narrow |= {"rope_sections": sections, "head_dim": 2 * sum(sections)}
+    if settings.rope_width is not None:
+        narrow |= {"rope_width": narrow["head_dim"], "head_dim": 2 * narrow["head_dim"]}
     return narrow
 
 

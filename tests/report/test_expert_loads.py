@@ -1,0 +1,34 @@
+"""The report says how uneven experts were loaded, and names those that never had a token."""
+
+from typing import Any
+
+from mmtrain.report.expert_loads import ExpertLoads
+from mmtrain.report.metrics_record import ExpertMetrics
+from mmtrain.report.scalars import step_scalars
+
+
+def logged(spread: float, *dead: int) -> dict[str, Any]:
+    ratios = {"llm.layers.1": 1.5, "llm.layers.2": 1 + spread}
+    return {"step": 1, "experts": ExpertMetrics(ratios, spread, 1.25, {"llm.layers.2": dead}).to_json()}
+
+
+def test_experts_without_a_token_in_any_step_are_named() -> None:
+    loads = ExpertLoads.of_logged([logged(1.0, 3, 5, 6), logged(3.0, 5, 6), logged(2.0, 6, 5, 4)])
+    assert loads is not None
+    assert loads.dead == {"llm.layers.2": [5, 6]}
+    uneven, dead = loads.sentences()
+    assert "200% of the mean in a pass (parallel.llm.expert_spread 2)" in uneven
+    assert "computed 1.25x the mean" in uneven
+    assert "fullest expert of llm.layers.2 had 3.0x" in uneven
+    assert dead == "2 experts had no token in any step: llm.layers.2: 5, 6."
+
+
+def test_runs_without_experts_say_nothing_of_them() -> None:
+    assert ExpertLoads.of_logged([{"step": 1}]) is None
+    assert ExpertLoads.of_logged(None) is None
+
+
+def test_curves_hold_the_fullest_layer_and_the_number_of_dead_experts() -> None:
+    assert step_scalars(logged(1.0, 3, 5)) == {
+        "experts/spread": 1.0, "experts/fullest_rank": 1.25, "experts/max_over_mean": 2.0, "experts/dead": 2,
+    }  # fmt: skip
