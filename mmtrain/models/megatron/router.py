@@ -82,7 +82,7 @@ class Router(nn.Module):
         if self.selection is not None:
             scores = self.selection(scores)
         if self.rules.groups > 1:
-            of_groups = scores.view(len(scores), self.rules.groups, -1)
+            of_groups = scores.view(len(scores), self.rules.groups, scores.shape[1] // self.rules.groups)
             best = of_groups.sort(dim=-1, descending=True).values[..., :_EXPERTS_THAT_SCORE_A_GROUP].sum(dim=-1)
             chosen = torch.zeros_like(best, dtype=torch.bool)
             chosen.scatter_(1, _best(best, self.rules.top_groups), True)
