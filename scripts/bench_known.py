@@ -72,12 +72,9 @@ def main() -> None:
     parser.add_argument("--mixtures", action="store_true", help="runs of mixtures of experts, which are in no half")
     parser.add_argument("--write", action="store_true", help="state the errors of the half that judges anew")
     options = parser.parse_args()
-    if options.write and (
-        options.mixtures or options.only or options.hardware or options.group or options.half == "fit"
-    ):
-        parser.error(
-            "--write: needs all runs of the half `judge`; leave --only, --hardware, --group and --mixtures out"
-        )
+    narrowed = options.mixtures or options.only or options.hardware or options.group
+    if options.write and (narrowed or options.half == "fit"):
+        parser.error("--write: needs all runs of the half `judge`; leave out what narrows them")
     report = start("Published step times in two halves", options)
     chosen = [
         run
