@@ -56,7 +56,7 @@ from mmtrain.runtime.profiling.measured_turns import counted_memory
 from mmtrain.runtime.profiling.profile import ProfileRequest, profile
 from mmtrain.runtime.resilience.launch import launch_local
 from mmtrain.runtime.resilience.out_of_memory import predicted_peak_gib
-from mmtrain.runtime.training.expert_loads import ExpertLoadReducer
+from mmtrain.runtime.training.expert_reduction import ExpertLoadReducer
 from mmtrain.runtime.training.hooks.tracing import RunTracer
 from mmtrain.runtime.training.step_metrics import StepMetricsReducer
 from mmtrain.runtime.world import Address, join, leave

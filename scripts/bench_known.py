@@ -2,6 +2,7 @@
 
     python -m scripts.bench_known [--only NAME] [--hardware NAME] [--group WORDS] [--half fit|judge]
     python -m scripts.bench_known --half judge --write
+    python -m scripts.bench_known --mixtures
 
 Each run of `scripts/known_runs.yaml` is planned as it was published: mesh, batch, sequence length and recomputation;
 memory is ignored. It is priced twice: with the kernels of the framework that was measured, and with mmtrain's own, as
@@ -30,7 +31,7 @@ from mmtrain.planning.planner import search_placements
 from mmtrain.planning.space.budget import SamplingBudget, SearchBudget
 from mmtrain.planning.space.problem import PlanningProblem
 from mmtrain.recipe import load_recipe, recipe_fingerprint
-from scripts.known_runs import KnownRun, OwnRun, known_runs, own_runs
+from scripts.known_runs import KnownRun, OwnRun, known_runs, mixture_runs, own_runs
 from scripts.measurements import Report, arguments, start
 from scripts.plans import fastest_plan
 from scripts.stated_errors import ROOT, write_errors
@@ -68,14 +69,16 @@ def main() -> None:
     parser.add_argument("--hardware", help="runs on this preset alone")
     parser.add_argument("--group", help="groups alone whose names have these words, as in `h100-80g, FSDP`")
     parser.add_argument("--half", choices=tuple(HALVES), help="one half of the runs alone")
+    parser.add_argument("--mixtures", action="store_true", help="runs of mixtures of experts, which are in no half")
     parser.add_argument("--write", action="store_true", help="state the errors of the half that judges anew")
     options = parser.parse_args()
-    if options.write and (options.only or options.hardware or options.group or options.half == "fit"):
-        parser.error("--write: needs all runs of the half `judge`; leave --only, --hardware and --group out")
+    narrowed = options.mixtures or options.only or options.hardware or options.group
+    if options.write and (narrowed or options.half == "fit"):
+        parser.error("--write: needs all runs of the half `judge`; leave out what narrows them")
     report = start("Published step times in two halves", options)
     chosen = [
         run
-        for run in known_runs()
+        for run in (mixture_runs() if options.mixtures else known_runs())
         if options.only in (None, run.name)
         and options.hardware in (None, run.hardware.name)
         and (options.group or "") in run.group
@@ -83,7 +86,7 @@ def main() -> None:
     ]
     comparisons = report_runs(report, chosen)
     report_groups(report, comparisons)
-    if not (options.only or options.hardware or options.group):
+    if not narrowed:
         report_own_runs(report)
     if options.write:
         write_errors(errors_of(comparisons))

@@ -187,6 +187,13 @@ def known_runs() -> tuple[KnownRun, ...]:
     return tuple(_read(row, data["models"]) for row in data["runs"])
 
 
+@cache
+def mixture_runs() -> tuple[KnownRun, ...]:
+    """Read the runs of mixtures of experts, which are in neither half."""
+    data = yaml.safe_load(RUNS_FILE.read_text(encoding="utf-8"))
+    return tuple(_read(row, data["models"]) for row in data["mixture_runs"])
+
+
 def _read(row: Mapping[str, Any], models: Mapping[str, Any]) -> KnownRun:
     run, batch, model = row["run"], row["batch"], models[row["run"]["model"]]
     return KnownRun(

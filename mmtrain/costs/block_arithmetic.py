@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeAlias
 
 from mmtrain.costs import generator_arithmetic as diffusion
 from mmtrain.costs.cost_model import TokenLoad
-from mmtrain.costs.expert_loads import fullest_rank_load
+from mmtrain.costs.expert_spread import fullest_rank_load
 from mmtrain.models.shapes.layer_shape import Attention, DenseMlp, LayerShape, MoeMlp
 
 INDEX_BYTES = 8

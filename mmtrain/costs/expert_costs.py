@@ -2,7 +2,7 @@
 
 from mmtrain.costs.collectives import GroupLayout
 from mmtrain.costs.cost_model import CostModel, LayerWork
-from mmtrain.costs.expert_loads import fullest_rank_load
+from mmtrain.costs.expert_spread import fullest_rank_load
 from mmtrain.models.shapes.layer_shape import LayerShape, MoeMlp
 
 _EXCHANGES = 2  # of a pass: rows go to the ranks of their experts, and come back

@@ -29,7 +29,7 @@ from mmtrain.costs.block_arithmetic import (
     mlp_arithmetic,
 )
 from mmtrain.costs.cost_model import TokenLoad
-from mmtrain.costs.expert_loads import evenly_loaded
+from mmtrain.costs.expert_spread import evenly_loaded
 from mmtrain.models.shapes.layer_shape import MoeMlp, block_linears, is_of_expert
 from mmtrain.models.shapes.model_shape import (
     BLOCK_KINDS,

@@ -25,7 +25,7 @@ from mmtrain.costs.cost_table import (
     layer_key,
 )
 from mmtrain.costs.expert_costs import expert_exchange_seconds
-from mmtrain.costs.expert_loads import evenly_loaded, fullest_rank_load
+from mmtrain.costs.expert_spread import evenly_loaded, fullest_rank_load
 from mmtrain.costs.offload_costs import offloaded_bytes, offloaded_seconds
 from mmtrain.models.shapes.layer_shape import Attention, MoeMlp
 from mmtrain.models.shapes.model_shape import LayerShape, num_pieces

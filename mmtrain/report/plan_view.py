@@ -280,11 +280,11 @@ def _expert_sentences(plan: Plan) -> Iterator[str]:
             f"a run recorded): the fullest of {ep} ranks computes {experts.fullest_rank:.2f}x the mean, so that a step "
             f"takes {experts.slower:.1%} longer."
         )
-    found = {number: seconds for number, seconds in experts.trials.items() if seconds is not None}
-    if not experts.trials:
+    found = {number: seconds for number, seconds in experts.steps_s.items() if seconds is not None}
+    if not experts.steps_s:
         return
     listed = ", ".join(f"{number}: {seconds_text(seconds)}" for number, seconds in found.items())
-    rest = [str(number) for number in experts.trials if number not in found]
+    rest = [str(number) for number in experts.steps_s if number not in found]
     no_faster = f"; on {', '.join(rest)} ranks nothing fits or is as fast" if rest else ""
     quick = f"a quick search found, by ep, steps of {listed}{no_faster}" if found else "no quick search found a plan"
     yield f"Experts lie on {ep} ranks (ep): {quick}."

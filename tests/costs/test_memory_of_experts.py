@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mmtrain.costs import AnalyticCosts, HeldLayers, TokenLoad, preset
-from mmtrain.costs.expert_loads import fullest_rank_load
+from mmtrain.costs.expert_spread import fullest_rank_load
 from mmtrain.costs.rank_memory import microbatch_activation_bytes, stage_working_bytes
 from mmtrain.models import build_stage as stage_builder
 from mmtrain.models.kernels import grouped_gemm

@@ -20,7 +20,7 @@ from mmtrain.program.ir.data_dependencies import gradient_buckets, participants
 from mmtrain.recipe import Recipe
 from mmtrain.report.metrics_record import ExpertMetrics
 from mmtrain.runtime.execution.rank_context import build_rank_context
-from mmtrain.runtime.training.expert_loads import ExpertLoadReducer
+from mmtrain.runtime.training.expert_reduction import ExpertLoadReducer
 from mmtrain.runtime.world import World
 from tests.distributed import run_ranks
 from tests.flow.cases import SAMPLES, Mesh, batch, plan, recipe, step_data

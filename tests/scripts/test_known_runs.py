@@ -9,7 +9,7 @@ import pytest
 from mmtrain.data.synthetic.demo import generate_demo
 from mmtrain.recipe import load_recipe
 from scripts.bench_known import Comparison, errors_of, own_seconds, predicted_seconds, write_recipe
-from scripts.known_runs import MAX_QUOTATION, KnownRun, known_runs, own_runs
+from scripts.known_runs import MAX_QUOTATION, KnownRun, known_runs, mixture_runs, own_runs
 
 # Runs that only judge. A new run joins the half that the hash of its name says. None changes its half: not by hand, and
 # not by a new name.
@@ -83,14 +83,14 @@ def test_what_runs_were_used_for_before_there_were_halves_is_kept() -> None:
     assert sum(run.before == "used" for run in known_runs() if run.held_out) == len(HELD_OUT) / 4  # docs/planning.md
 
 
-@pytest.mark.parametrize("run", known_runs(), ids=lambda run: run.name)
+@pytest.mark.parametrize("run", [*known_runs(), *mixture_runs()], ids=lambda run: run.name)
 def test_a_run_has_a_source_and_a_short_quotation(run: KnownRun) -> None:
     assert SOURCE.fullmatch(run.source)
     assert 0 < len(run.quotation) <= MAX_QUOTATION
     assert run.seconds > 0
 
 
-@pytest.mark.parametrize("run", known_runs(), ids=lambda run: run.name)
+@pytest.mark.parametrize("run", [*known_runs(), *mixture_runs()], ids=lambda run: run.name)
 def test_a_recipe_states_the_run(run: KnownRun, tmp_path: Path) -> None:
     recipe = load_recipe(write_recipe(run, "all", tmp_path)).recipe
     assert recipe.train.global_batch == run.num_microbatches

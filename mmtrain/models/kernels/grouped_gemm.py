@@ -20,11 +20,11 @@ def grouped_gemm_problem(device: torch.device, dtype: torch.dtype) -> str | None
         return f"on `{device.type}` torch has no faster kernel for it"
     if dtype != torch.bfloat16:
         return f"it takes bfloat16 alone, found {str(dtype).removeprefix('torch.')}"
-    return _trial_problem(device)
+    return _kernel_problem(device)
 
 
 @lru_cache
-def _trial_problem(device: torch.device) -> str | None:
+def _kernel_problem(device: torch.device) -> str | None:
     """Return why a small grouped GEMM fails here; None if it gives the right numbers."""
     try:
         rows, weights = (torch.ones(shape, device=device, dtype=torch.bfloat16) for shape in ((16, 16), (2, 16, 16)))

@@ -14,7 +14,7 @@ from mmtrain.costs.framework import OWN_RUNTIME
 from mmtrain.costs.hardware import ELEMENT_BYTES, GIB
 from mmtrain.costs.published_errors import expected_error, layout_kind
 from mmtrain.models.shapes.model_shape import UnitShape, unit_offload
-from mmtrain.planning.advise.expert_loads import predict_experts
+from mmtrain.planning.advise.expert_prediction import predict_experts
 from mmtrain.planning.advise.why_slower import explain_measured_slower, explain_slower
 from mmtrain.planning.artifact.plan import (
     AS_FAST_TEXT,

@@ -263,7 +263,7 @@ class ExpertPrediction(_Frozen):
     spread: float  # `parallel.llm.expert_spread`
     fullest_rank: float  # rows of the fullest rank over the mean
     slower: float  # share by which a step is longer than with equal loads
-    trials: dict[int, float | None] = {}  # seconds of a step by ranks that hold experts; None: none fits or as fast
+    steps_s: dict[int, float | None] = {}  # seconds of a step by ranks that hold experts; None: none fits or as fast
 
 
 class Prediction(_Frozen):

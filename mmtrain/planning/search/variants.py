@@ -65,7 +65,7 @@ def with_expert_ranks(problem: PlanningProblem, budget: SearchBudget) -> Plannin
     if len(sizes) <= 1:
         return problem
     loads, best, fastest_s = SampledLoads(problem, budget), problem, math.inf
-    trials: dict[int, float] = {}
+    steps_s: dict[int, float] = {}
     for ep in sizes:
         problem.request.say(f"trying experts on {ep} ranks")
         varied = with_experts_on(problem, ep)
@@ -73,10 +73,10 @@ def with_expert_ranks(problem: PlanningProblem, budget: SearchBudget) -> Plannin
         evaluator = next(variants_of(replace(varied, constraints=in_one_placement), budget, loads))
         found = best_quick_candidate(evaluator, fastest_s)
         step_s = math.inf if found is None else found.step_time_s
-        trials[ep] = step_s
+        steps_s[ep] = step_s
         if step_s * AS_FAST_RATIO < fastest_s or math.isinf(fastest_s):
             best, fastest_s = varied, step_s
-    return replace(best, expert_trials=trials)
+    return replace(best, expert_steps_s=steps_s)
 
 
 def with_experts_on(problem: PlanningProblem, ep: int) -> PlanningProblem:

@@ -128,7 +128,7 @@ class PlanningProblem:
     request: PlanRequest = field(default_factory=PlanRequest)
     # Seconds of a step that a quick search found, by the ranks that hold experts together; infinite where it found no
     # plan, or none as fast as with fewer ranks.
-    expert_trials: Mapping[int, float] = field(default_factory=dict)
+    expert_steps_s: Mapping[int, float] = field(default_factory=dict)
 
     @property
     def hardware(self) -> Hardware:

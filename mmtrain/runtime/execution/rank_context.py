@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from mmtrain.costs import Precision
-from mmtrain.costs.expert_loads import fullest_rank_load
+from mmtrain.costs.expert_spread import fullest_rank_load
 from mmtrain.data.index.sample_sources import SampleSources
 from mmtrain.data.loading.batch_builder import StepData
 from mmtrain.data.loading.payload import PayloadNeed

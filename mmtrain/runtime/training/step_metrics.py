@@ -36,7 +36,7 @@ from mmtrain.runtime.execution.rank_context import RankContext
 from mmtrain.runtime.resilience.out_of_memory import peak_memory_bytes, peak_reserved_bytes
 from mmtrain.runtime.resilience.stragglers import Straggler, StragglerDetector
 from mmtrain.runtime.training.cost_drift import CostDrift, CostDriftDetector
-from mmtrain.runtime.training.expert_loads import ExpertLoadReducer
+from mmtrain.runtime.training.expert_reduction import ExpertLoadReducer
 from mmtrain.runtime.world import World
 
 

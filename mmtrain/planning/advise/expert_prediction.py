@@ -3,7 +3,7 @@
 import math
 from dataclasses import replace
 
-from mmtrain.costs.expert_loads import fullest_rank_load
+from mmtrain.costs.expert_spread import fullest_rank_load
 from mmtrain.models.shapes.layer_shape import MoeMlp
 from mmtrain.models.shapes.model_shape import with_expert_spread
 from mmtrain.planning.artifact.plan import ExpertPrediction
@@ -34,5 +34,5 @@ def predict_experts(chosen: Candidate, evaluator: Evaluator) -> ExpertPrediction
         spread=mixtures[0].load_spread,
         fullest_rank=fullest_rank_load(mixtures[0]),
         slower=max(0.0, chosen.step_time_s / equal_s - 1),
-        trials={ep: None if math.isinf(seconds) else seconds for ep, seconds in problem.expert_trials.items()},
+        steps_s={ep: None if math.isinf(seconds) else seconds for ep, seconds in problem.expert_steps_s.items()},
     )
