@@ -3,7 +3,7 @@
 The oracle knows what every rank has computed by itself, in fp32: it rounds these numbers and adds them up.
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from _pytest.mark import ParameterSet
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
@@ -73,6 +74,17 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Mesh]]] = {
 
 def _world() -> World:
     return World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+
+
+# Each adds an axis that another case or test of the quick tier has.
+SLOW_CASES = {
+    "tied, both ends on a rank, tp2 dp2 with slices of tokens, recomputed",
+    "disaggregated, dp2 and tied pp2 vpp2 dp2",
+}
+
+
+def _in_tiers(cases: Iterable[str], slow: Container[str]) -> list[ParameterSet]:
+    return [pytest.param(case, id=case, marks=[pytest.mark.slow] if case in slow else []) for case in cases]
 
 
 Reduced = tuple[float, float, list[NamedShard]]  # of a step on a rank: loss, gradient norm, gradients
@@ -143,7 +155,7 @@ def _own_and_reduced(by_kind: dict[str, Recipe], chosen: Plan) -> tuple[Contribu
     return own, {kind: _one_step(settings, chosen) for kind, settings in by_kind.items()}
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", _in_tiers(CASES, SLOW_CASES))
 def test_gradients_are_the_sums_of_what_ranks_have(case: str) -> None:
     """Bit for bit in bf16, and in fp32 where there are two replicas, whose sum has one order."""
     changes, meshes = CASES[case]
@@ -205,7 +217,15 @@ SHARDED: dict[str, tuple[dict[str, Any], int, int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", SHARDED)
+SLOW_SHARDED = {
+    "one copy of four, some dispatched, audio, tied",
+    "tp inside with slices of tokens",
+    "ring inside",
+    "encoders first",
+}
+
+
+@pytest.mark.parametrize("case", _in_tiers(SHARDED, SLOW_SHARDED))
 def test_sharded_units_add_up_rounded_gradients(case: str) -> None:
     """Each backward's gradients by themselves, inside a copy; between copies they are added up in fp32."""
     changes, num_ranks, shard, more = SHARDED[case]
