@@ -33,6 +33,7 @@ from tests.waiting import MAX_WAIT_S
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(
     [
+        "tests.uncollected",
         "torch",
         "torch._dynamo",
         "torch.utils.tensorboard",
@@ -164,6 +165,7 @@ def _serve(pipe: Connection, environment: dict[str, str] | None) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     gc.freeze()  # never collect what was imported before the fork: scanning it takes longer than most calls
+    gc.enable()
     while True:
         try:
             fn, rank, world_size, folder, args = pipe.recv()

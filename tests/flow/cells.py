@@ -9,7 +9,7 @@ depend on its version and on the constants of the imported modules.
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import combinations, product
 from random import Random
 from typing import Any, Literal, Protocol, TypeVar, get_args
@@ -33,7 +33,7 @@ PLACEMENTS: tuple[Placement, ...] = ("unified", "disaggregated", "coarse", "expl
 MAX_RANKS = 8
 POOL_SIZE = 120  # cells of each placement to choose from
 CELLS_PER_PLACEMENT = 11
-QUICK_CELLS_PER_PLACEMENT = 3  # in `make test`, which shows most values of most axes; all cells show every one
+QUICK_CELLS_PER_PLACEMENT = 2  # in `make test`, which shows most values of most axes; all cells show every one
 KIND_CELLS_PER_PLACEMENT = 9
 LLM_LAYERS = 5  # embedding, three blocks, head
 ENCODER_LAYERS = 4  # first layer, two blocks, projector; of every encoder
@@ -268,14 +268,15 @@ def _with_kinds(cell: Cell, choose: Choose) -> Cell:
     llm_kinds = [kind for kind in LLM_KINDS if kind != "m-rope" or not has_second]
     llm = dict(cell.sizes)["llm"]
     if llm.context.method == "ring":  # keys and values cannot go round for blocks with windows
-        llm_kinds = [kind for kind in llm_kinds if "ring" in _methods(llm, kind)]
+        llm_kinds = [kind for kind in llm_kinds if "ring" in _methods(llm.tp, llm.context.cp, kind)]
     return replace(cell, llm_kind=choose(llm_kinds), vision_kind=choose(list(VISION_KINDS)))
 
 
-def _methods(size: Size, llm_kind: str = PLAIN) -> tuple[ContextMethod, ...]:
+@cache
+def _methods(tp: int, cp: int, llm_kind: str = PLAIN) -> tuple[ContextMethod, ...]:
     """Return by which methods the LLM may share sequences."""
     kind = {f"model__llm__{name}": value for name, value in LLM_KINDS[llm_kind].items()}
-    return context_methods(recipe(**kind), size.tp, size.context.cp)
+    return context_methods(recipe(**kind), tp, cp)
 
 
 def _cell(placement: Placement, choose: Choose) -> Cell:
@@ -333,7 +334,7 @@ def _with_context(sizes: Sequence[Size], max_ranks: int, choose: Choose) -> Sequ
         return sizes
     context = Context(cp, choose(get_args(ContextMethod)), choose(get_args(CutSequences)))
     shared = [replace(size, context=context) for size in sizes]
-    return [size for size in shared if size.ranks <= max_ranks and context.method in _methods(size)] or sizes
+    return [size for size in shared if size.ranks <= max_ranks and context.method in _methods(size.tp, cp)] or sizes
 
 
 def _sizes(dp: int, counts: Iterable[int], max_ranks: int, layers: int) -> list[Size]:

@@ -402,8 +402,8 @@ def kind_of(case: str) -> ScheduleKind:
 
 
 ALL_CASES = CASES | COUNTS | COLOCATED | PLAIN | STACKED | STACKED_COLOCATED | ENCODER_REPLICAS
-# These take longest or vary another case. In the slow tier `test_nccl.py` compares all cases with one process.
-SLOW_CASES = {
+# These take longest or vary another case. `test_nccl.py` compares all cases with one process, in the long tier most.
+LEFT_TO_NCCL = {
     *PLAIN,
     *STACKED,
     *STACKED_COLOCATED,
@@ -419,7 +419,34 @@ SLOW_CASES = {
 }
 
 
-@pytest.mark.parametrize("case", [case for case in ALL_CASES if case not in SLOW_CASES])
+# Two axes at once, each of which a case of the quick tier has.
+SLOW_CASES = {
+    "llm tp4 with one kv head, pp2",
+    "slices of tokens over every border in the encoder",
+    "three units tp2, audio frozen",
+    "5 heads beside tp2 pp2 with slices of tokens, an encoder stage on both",
+    "tied embeddings frozen, pp2",
+    "tied embeddings, both ends on one rank",
+    "frozen by name, nothing to train on two ranks of four",
+    "split in four, encoder pp2, llm pp2",
+    "split on one pipeline of two ranks and two chunks",
+    "two encoders, one merged and one split",
+    "merged, frozen encoder",
+    "colocated, two image encoders, one merged",
+    "in parts, a pipeline, recomputed",
+    "unified pp2 vpp2, mixed in the middle",
+    "unified pp2, the encoder is the first round",
+}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=case, marks=[pytest.mark.slow] if case in SLOW_CASES else [])
+        for case in ALL_CASES
+        if case not in LEFT_TO_NCCL
+    ],
+)
 def test_any_plan_computes_what_one_process_does(case: str) -> None:
     changes, meshes = ALL_CASES[case]
     settings, order = recipe(**changes), ORDERS.get(case)

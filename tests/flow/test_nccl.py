@@ -42,7 +42,7 @@ def train_lazily(settings: Recipe, wanted: Plan, texts: bool) -> tuple[list[tupl
         return train_steps(settings, wanted, texts)
 
 
-@pytest.mark.parametrize("case", mostly_long(ALL_CASES, every=4))
+@pytest.mark.parametrize("case", mostly_long(ALL_CASES, every=8))
 def test_any_plan_trains_on_what_behaves_like_nccl(case: str) -> None:
     settings, wanted = _settings_and_plan(case)
     assert_equals_one_process(settings, wanted, timeout=TIMEOUT_S, train=train_eagerly)

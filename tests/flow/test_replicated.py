@@ -163,8 +163,8 @@ MORE: dict[str, Case] = {
         "all",
     ),
     "all dispatched, two encoders of images": ({"model__encoders": {"fine": FINE}}, 4, 2, (), True, "all"),
-    "all dispatched, a resampler, recomputed": ({"model__encoders": {"resampled": RESAMPLED}}, 4, 2, ALL, True, "all"),
     "llm dispatched": (SPEECH, 4, 2, (), True, "llm"),
+    "all dispatched, a resampler, recomputed": ({"model__encoders": {"resampled": RESAMPLED}}, 4, 2, ALL, True, "all"),
     "nothing dispatched": (SPEECH, 4, 2, (), True, "none"),
     "one rank": ({}, 1, 1, (), False),
     "two copies": ({}, 2, 1, (), True),
@@ -230,7 +230,7 @@ MORE: dict[str, Case] = {
 }
 
 
-@pytest.mark.parametrize("case", [*CASES, *mostly_long(MORE, every=2)])
+@pytest.mark.parametrize("case", [*CASES, *mostly_long(MORE, every=3)])
 def test_sharded_units_compute_what_one_process_does(case: str) -> None:
     changes, num_ranks, shard, recompute, texts_between, *dispatch = (CASES | MORE)[case]
     settings = recipe(**changes)

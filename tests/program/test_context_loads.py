@@ -12,6 +12,7 @@ from mmtrain.program.ir.context_loads import (
     split_microbatches,
 )
 from mmtrain.program.ir.graph import UnitMesh
+from tests.tiers import quick_and_long
 
 NUM_MICROBATCHES = 2
 
@@ -32,7 +33,7 @@ def batch(seed: int) -> BatchMeta:
     return BatchMeta(0, 0, np.arange(len(slots)), tokens, tokens, replica, index, {"vision": items})
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", quick_and_long(range(20), every=4))
 @pytest.mark.parametrize("cp", [2, 3, 8])
 def test_runs_of_features_are_those_of_every_feature(seed: int, cp: int) -> None:
     meta = batch(seed)

@@ -14,6 +14,7 @@ from mmtrain.program.schedules.builder import in_flight_microbatches
 from tests.program.graphs import Unit, chain, graphs, unified
 from tests.program.interpreter import interpret
 from tests.program.timings import Seconds
+from tests.tiers import quick_and_long
 
 
 def compute(graph, rank):
@@ -107,7 +108,7 @@ def test_in_flight_microbatches_are_predicted_exactly(graph):
 GRID = [*product((1, 2, 3, 4, 6, 12), (1, 2), ((1, 1), (1, 2), (2, 1), (2, 3), (3, 2)), (1, 2), ("1f1b", "coarse"))]
 
 
-@pytest.mark.parametrize(("vision_n", "tp", "dp", "chunks", "kind"), GRID)
+@pytest.mark.parametrize(("vision_n", "tp", "dp", "chunks", "kind"), quick_and_long(GRID, every=7))
 def test_a_grid_of_meshes_and_numbers_runs_to_its_end(vision_n, tp, dp, chunks, kind):
     vision, llm = Unit("vision", 2, dp[0], n=vision_n), Unit("llm", 2, dp[1], tp, num_stages=2 * chunks)
     program = build_program(chain(vision, llm, n=4), kind=kind)
@@ -125,7 +126,9 @@ def test_an_encoder_never_keeps_the_llm_waiting_once_it_runs(pp, vision_n, share
     assert timeline.step_time_s == pytest.approx(block + 3 * (12 + pp - 1) + 2 * block)
 
 
-@pytest.mark.parametrize(("pp", "chunks", "vision_n"), [*product((2, 4, 8), (2, 3), (6, 12, 24, 48))])
+@pytest.mark.parametrize(
+    ("pp", "chunks", "vision_n"), quick_and_long(product((2, 4, 8), (2, 3), (6, 12, 24, 48)), every=5)
+)
 def test_an_encoder_as_fast_as_an_interleaved_llm_keeps_up_with_its_chunks(pp, chunks, vision_n):
     """The LLM waits only while the first group of microbatches comes at the encoder's speed, and the last returns."""
     graph = chain(Unit("vision", n=vision_n), Unit("llm", pp, num_stages=pp * chunks), n=24)
@@ -139,8 +142,10 @@ def test_an_encoder_as_fast_as_an_interleaved_llm_keeps_up_with_its_chunks(pp, c
     )
 
 
-@pytest.mark.parametrize(("pp", "chunks", "merged"), [*product((1, 2, 3, 4), (1, 2, 3), (2, 3, 4))])
-@pytest.mark.parametrize("other", ["vision", "generator"])
+@pytest.mark.parametrize(
+    ("other", "pp", "chunks", "merged"),
+    quick_and_long(product(("vision", "generator"), (1, 2, 3, 4), (1, 2, 3), (2, 3, 4)), every=5),
+)
 def test_a_merged_unit_takes_the_time_of_one_that_merges_nothing(other, pp, chunks, merged):
     units = [Unit("llm"), Unit(other, pp, num_stages=pp * chunks, n=12 // merged)][:: 1 if other == "generator" else -1]
     time = simulate(build_program(chain(*units, n=12)), Seconds(llm=0.01, **{other: 1})).step_time_s

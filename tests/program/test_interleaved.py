@@ -14,6 +14,7 @@ from mmtrain.program.schedules import pipeline_positions
 from mmtrain.program.schedules.builder import in_flight_microbatches
 from tests.program.graphs import Unit, chain, unified
 from tests.program.timings import Seconds
+from tests.tiers import quick_and_long
 
 
 def interleaved(pp: int, vpp: int, n: int) -> StageGraph:
@@ -178,8 +179,9 @@ def test_two_encoders_of_a_unified_pipeline_are_chunks_like_others():
     build_program(graph)
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 5])
-@pytest.mark.parametrize("cut", [*product((1, 2, 3), (1, 2, 3), (1, 2, 3))])
+@pytest.mark.parametrize(
+    ("cut", "n"), quick_and_long(product([*product((1, 2, 3), (1, 2, 3), (1, 2, 3))], (1, 2, 3, 5)), every=5)
+)
 def test_two_encoders_and_an_llm_in_a_row_run_on_any_ranks(cut, n):
     """Units may start and end anywhere in the rounds; `build_program` proves that there is no deadlock."""
     units = []

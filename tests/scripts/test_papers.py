@@ -43,7 +43,7 @@ ITEMS = {
     "optimus": [*(f"table {number}" for number in (1, 3, 4, 5, 6, 7, 10)), "figure 15", "figure 16", "figure 17"],
     "orchmllm": ["table 1", "table 2", *(f"figure {number}" for number in (3, 8, 9, 10, 11, 12, 13))],
 }
-MAX_SLOW_S = 240.0  # of planning one row a table again, as recorded
+MAX_SLOW_S = 120.0  # of planning one row a table again, as recorded
 TIMES = {"seconds", "allocation_s", "inside_ms", "between_ms"}  # figures that a clock measures
 FIGURES_OF_A_PLAN: Figures = {"step_s": 2.0, "mfu": 0.4, "tokens_per_s_per_gpu": 100.0, "gpus": 8}
 
@@ -258,7 +258,7 @@ def seconds_of(names: Iterable[str]) -> float:
 
 
 def in_tiers() -> list[ParameterSet]:
-    """Mark runs `slow` until they take four minutes together, and those that remain `long`."""
+    """Mark runs `slow` until they take two minutes together, and those that remain `long`."""
     names = list(dict.fromkeys(name for row in recorded_rows() for name in row))
     totals_s = accumulate(RECORD.entries[name].seconds for name in names)
     marks = (pytest.mark.slow if total_s <= MAX_SLOW_S else pytest.mark.long for total_s in totals_s)
