@@ -86,10 +86,10 @@ def search_placements(problem: PlanningProblem, budget: SearchBudget) -> tuple[E
     misfits: tuple[Evaluator, SearchResults] | None = None
     for evaluator in variants_of(problem, budget):
         searches = StrategySearches(evaluator)
-        faster = with_faster_activations(evaluator, searches.search_first())
+        faster = with_faster_activations(evaluator, searches.search(max_strategies=1))
         if faster is not None:
             searches = StrategySearches(faster)
-        results = searches.search_all()
+        results = searches.search()
         if results.best is not None:
             return searches.evaluator, searches.with_losers()
         misfits = misfits or (evaluator, results)

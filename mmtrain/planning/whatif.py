@@ -141,9 +141,9 @@ def quick_tokens_per_s(
         split_costs = with_token_splits(problem, layer_costs)
         evaluator = Evaluator(problem, QUICK_BUDGET, split_costs)
         if baseline is None:
-            best = StrategySearches(evaluator).search_all().best
+            best = StrategySearches(evaluator).search().best
         else:  # sharded baselines need no meshes
-            meshes = () if baseline in SHARDED_RULES else StrategySearches(evaluator).search_all().enumerated
+            meshes = () if baseline in SHARDED_RULES else StrategySearches(evaluator).search().enumerated
             best = BaselinePlanner(evaluator, meshes).plan_baseline(baseline)
     except UserError:
         return 0.0

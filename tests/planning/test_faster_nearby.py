@@ -36,7 +36,7 @@ def test_a_search_for_fast_plans_finds_what_a_whole_search_finds_or_nothing(plac
 
     def search(max_step_s: float) -> SearchResults:
         request = PlanRequest(num_alternatives=0, max_step_s=max_step_s)
-        return StrategySearches(Evaluator(replace(problem, request=request), QUICK_BUDGET)).search_all()
+        return StrategySearches(Evaluator(replace(problem, request=request), QUICK_BUDGET)).search()
 
     fastest_s = min(candidate.step_time_s for candidate in search(math.inf).candidates)
     limited = search(fastest_s * 1.001)

@@ -148,26 +148,19 @@ class StrategySearches:
         """What the searches so far found."""
         return SearchResults().merged(*(search.results for search in self.searches))
 
-    def search_first(self) -> SearchResults:
-        """Search the placements of the first strategy; return what was found."""
-        self._search_next()
-        return self.results
-
-    def search_all(self) -> SearchResults:
-        """Search the placements that are left; return what all searches found."""
-        while len(self.searches) < len(self._strategies):
-            self._search_next()
-        report_end = progress_of_part(self.evaluator.problem.request.progress, 0, 1, 1)
-        if report_end is not None:
+    def search(self, max_strategies: int | None = None) -> SearchResults:
+        """Search the placements that are left, or those of so many strategies in all; return what was found so far."""
+        problem = self.evaluator.problem
+        num_searches = [strategy.num_searches(problem) for strategy in self._strategies]
+        num_all, report = sum(num_searches), problem.request.progress
+        for i, strategy in enumerate(self._strategies[:max_strategies]):
+            if i >= len(self.searches):
+                progress = progress_of_part(report, sum(num_searches[:i]), num_searches[i], num_all)
+                self.searches.append(strategy.search(self.evaluator, self.results.best, progress))
+        report_end = progress_of_part(report, 0, num_all, num_all)
+        if report_end is not None and len(self.searches) == len(self._strategies):
             report_end(1, 1)
         return self.results
-
-    def _search_next(self) -> None:
-        problem, number = self.evaluator.problem, len(self.searches)
-        num_searches = [strategy.num_searches(problem) for strategy in self._strategies]
-        report, num_before = problem.request.progress, sum(num_searches[:number])
-        progress = progress_of_part(report, num_before, num_searches[number], sum(num_searches))
-        self.searches.append(self._strategies[number].search(self.evaluator, self.results.best, progress))
 
     def with_losers(self) -> SearchResults:
         """Return what was found, also the best plan of each placement that lost where the request asks for it."""

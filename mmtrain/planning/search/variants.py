@@ -152,5 +152,5 @@ def _with_activations_on_host(problem: PlanningProblem) -> Iterator[PlanningProb
 def best_quick_candidate(evaluator: Evaluator, max_step_s: float = math.inf) -> Candidate | None:
     """Return the fastest plan whose step takes less than `max_step_s` that a search with little effort finds."""
     quick = evaluator.with_budget(QUICK_BUDGET, PlanRequest(num_alternatives=0, max_step_s=max_step_s))
-    best = StrategySearches(quick).search_all().best
+    best = StrategySearches(quick).search().best
     return best if best is not None and best.step_time_s < max_step_s else None
