@@ -89,12 +89,12 @@ def main() -> None:
     if not narrowed:
         report_own_runs(report)
     if options.write:
-        write_errors(errors_of(comparisons))
+        write_errors(errors_of([*comparisons, *map(compare, mixture_runs())]))
 
 
 def errors_of(comparisons: Sequence[Comparison]) -> PublishedErrors:
-    """Return the ratios of all held-out runs, as plans state them."""
-    held_out = (comparison for comparison in comparisons if comparison.run.held_out)
+    """Return the ratios of all runs that no constant is fitted to, as plans state them."""
+    judging = (comparison for comparison in comparisons if comparison.run.held_out or comparison.run.has_experts)
     return PublishedErrors(
         runs=tuple(
             PublishedError(
@@ -102,9 +102,10 @@ def errors_of(comparisons: Sequence[Comparison]) -> PublishedErrors:
                 hardware=comparison.run.hardware.name,
                 layout=comparison.run.layout,
                 is_multimodal=comparison.run.has_encoder,
+                has_experts=comparison.run.has_experts,
                 ratio=round(comparison.ratio, 4),
             )
-            for comparison in held_out
+            for comparison in judging
         )
     )
 
@@ -118,9 +119,7 @@ def report_runs(report: Report, runs: Sequence[KnownRun]) -> list[Comparison]:
     for run in runs:
         comparison = compare(run)
         comparisons.append(comparison)
-        mesh = " ".join(
-            f"{key}{size}" for key, size in run.mesh.items() if key in ("tp", "pp", "vpp", "cp", "dp", "ep")
-        )
+        mesh = " ".join(f"{key}{size}" for key, size in run.mesh.items() if key in SHOWN_SIZES)
         seconds = (f"{comparison.seconds:.3g} s", f"{comparison.ratio:.2f}")
         own_seconds = (f"{comparison.own_seconds:.3g} s", f"{comparison.own_ratio:.2f}")
         half, source = "judge" if run.held_out else "fit", run.source.replace("|", "/")

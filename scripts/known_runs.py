@@ -157,6 +157,11 @@ class KnownRun:
         return len(self.model) > 1
 
     @property
+    def has_experts(self) -> bool:
+        """Whether its LLM is a mixture of experts."""
+        return "moe" in self.model["llm"]
+
+    @property
     def group(self) -> str:
         """What it is compared with: kind of GPU, kind of layout, and an encoder if there is one."""
         return f"{self.hardware.name}, {self.layout}" + (", with an encoder" if self.has_encoder else "")

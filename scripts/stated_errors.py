@@ -57,14 +57,15 @@ def stated(plan: StatedPlan, page: str, errors: PublishedErrors) -> str:
 
 def table_rows(errors: PublishedErrors) -> Iterator[str]:
     """Yield a row for each kind of layout on each GPU of the runs, and for the presets without any."""
-    gpus = sorted({run.hardware for run in errors.runs})
-    for gpu in gpus:
-        layouts = sorted({run.layout for run in errors.runs if run.hardware == gpu})
+    dense = [run for run in errors.runs if not run.has_experts]
+    for gpu in sorted({run.hardware for run in dense}):
+        layouts = sorted({run.layout for run in dense if run.hardware == gpu})
         for layout in layouts:
             yield f"| `{gpu}` | {layout} | {errors.text(RunKind(gpu, layout, is_multimodal=False))} |"
     multimodal = {run.hardware for run in errors.runs if run.is_multimodal}
     if not multimodal:
         yield "| any GPU | any, with an encoder or a generator | no multimodal runs were compared |"
+    yield f"| any GPU | any, with a mixture of experts | {errors.of_mixtures()} |"
     own = {name: hardware.own_run_ratios for name, hardware in PRESETS.items() if hardware.own_run_ratios}
     for name, (least, largest) in own.items():
         yield f"| `{name}` | any | our own runs took {least:g} to {largest:g} times as long |"

@@ -32,6 +32,7 @@ class RunKind:
     hardware: str  # a preset's name
     layout: LayoutKind
     is_multimodal: bool  # it has an encoder or a generator
+    has_experts: bool = False  # its LLM is a mixture of experts
 
     def is_on(self, gpu: str) -> bool:
         """Whether it runs on this GPU, in nodes of any kind: `a100-80g-4x200` names nodes of `a100-80g`."""
@@ -66,6 +67,7 @@ class PublishedError(BaseModel):
     hardware: str  # a preset's name
     layout: LayoutKind
     is_multimodal: bool
+    has_experts: bool = False
     ratio: float = Field(gt=0, allow_inf_nan=False)  # predicted over published seconds of a step
 
 
@@ -81,9 +83,12 @@ class PublishedErrors(BaseModel):
         """Say how far off predictions of runs like this one were, or that there is no such run.
 
         Runs are alike on one GPU, with one kind of layout, and both multimodal or both of text alone. If fewer than
-        `MIN_RUNS` are, runs of other layouts stand in for them, and for multimodal ones runs of text.
+        `MIN_RUNS` are, runs of other layouts stand in for them, and for multimodal ones runs of text. Those of mixtures
+        of experts are so few that all of them stand for any.
         """
-        on_gpu = [run for run in self.runs if kind.is_on(run.hardware)]
+        if kind.has_experts:
+            return f"{self.of_mixtures()}; of dense models, {self.text(replace(kind, has_experts=False))}"
+        on_gpu = [run for run in self.runs if kind.is_on(run.hardware) and not run.has_experts]
         same_input = [run for run in on_gpu if run.is_multimodal == kind.is_multimodal]
         alike = [run for run in same_input if run.layout == kind.layout]
         if len(alike) >= MIN_RUNS:
@@ -99,13 +104,20 @@ class PublishedErrors(BaseModel):
         text_only = self.text(replace(kind, is_multimodal=False))
         return f"{len(same_input) or 'no'} multimodal runs on this GPU were compared; of text, {text_only}"
 
+    def of_mixtures(self) -> str:
+        """Say how far off predictions of mixtures of experts were, on any GPU and in any layout."""
+        mixtures = [run for run in self.runs if run.has_experts]
+        if not mixtures:
+            return "no published run of a mixture of experts was compared"
+        return f"{_errors_text(mixtures)} of {len(mixtures)} published runs of mixtures of experts"
 
-def expected_error(hardware: Hardware, layout: LayoutKind, *, is_multimodal: bool) -> str:
+
+def expected_error(hardware: Hardware, layout: LayoutKind, *, is_multimodal: bool, has_experts: bool = False) -> str:
     """Say how far measured steps lie from predictions for such a run, from published runs or from our own."""
     if hardware.own_run_ratios is not None:
         least, largest = hardware.own_run_ratios
         return f"our own runs took {least:g} to {largest:g} times as long"
-    return published_errors().text(RunKind(hardware.name, layout, is_multimodal))
+    return published_errors().text(RunKind(hardware.name, layout, is_multimodal, has_experts))
 
 
 def _errors_text(runs: Sequence[PublishedError]) -> str:

@@ -132,11 +132,15 @@ def test_groups_are_of_hardware_layout_and_encoder(name: str, group: str) -> Non
 
 
 def test_plans_are_told_of_the_runs_that_only_judge_with_their_kernels() -> None:
-    errors = errors_of([Comparison(run, seconds=run.seconds, own_seconds=1.25 * run.seconds) for run in known_runs()])
-    assert {error.name for error in errors.runs} == HELD_OUT
+    runs = [*known_runs(), *mixture_runs()]
+    errors = errors_of([Comparison(run, seconds=run.seconds, own_seconds=1.25 * run.seconds) for run in runs])
+    mixtures = {run.name for run in mixture_runs()}
+    assert {error.name for error in errors.runs} == HELD_OUT | mixtures
+    assert {error.name for error in errors.runs if error.has_experts} == mixtures
     assert {error.ratio for error in errors.runs} == {1.0}
+    judging = [run for run in runs if run.held_out or run.has_experts]
     assert {(error.hardware, error.layout) for error in errors.runs} == {
-        (run.hardware.name, run.layout) for run in known_runs() if run.held_out
+        (run.hardware.name, run.layout) for run in judging
     }
 
 

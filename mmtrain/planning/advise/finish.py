@@ -142,8 +142,9 @@ def _cost_source(chosen: Candidate, evaluator: Evaluator) -> str:
     assignment, llm = chosen.assignment, chosen.assignment.meshes[LLM]
     stages = 2 if chosen.placement == "disaggregated" else llm.pp  # units on ranks of their own wait for each other
     layout = layout_kind(is_sharded=assignment.shard is not None, pp=stages, cp=llm.cp)
-    is_multimodal = len(problem.shape.units) > 1
-    return f"{costs.source}, {expected_error(problem.hardware, layout, is_multimodal=is_multimodal)}"
+    is_multimodal, has_experts = len(problem.shape.units) > 1, problem.recipe.model.llm.moe is not None
+    error = expected_error(problem.hardware, layout, is_multimodal=is_multimodal, has_experts=has_experts)
+    return f"{costs.source}, {error}"
 
 
 def reject_slower(loser: Candidate, chosen: Candidate) -> Rejected:
