@@ -2,7 +2,7 @@
 
     python -m scripts.bench_known [--only NAME] [--hardware NAME] [--group WORDS] [--half fit|judge]
     python -m scripts.bench_known --half judge --write
-    python -m scripts.bench_known --mixtures
+    python -m scripts.bench_known --mixtures [--write]
 
 Each run of `scripts/known_runs.yaml` is planned as it was published: mesh, batch, sequence length and recomputation;
 memory is ignored. It is priced twice: with the kernels of the framework that was measured, and with mmtrain's own, as
@@ -23,7 +23,14 @@ import yaml
 
 from mmtrain.costs import AnalyticCosts
 from mmtrain.costs.framework import OWN_RUNTIME, Execution
-from mmtrain.costs.published_errors import HIGH_SHARE, PublishedError, PublishedErrors, bound_of_share, error_of
+from mmtrain.costs.published_errors import (
+    HIGH_SHARE,
+    PublishedError,
+    PublishedErrors,
+    bound_of_share,
+    error_of,
+    published_errors,
+)
 from mmtrain.data import build_index
 from mmtrain.data.synthetic.demo import generate_demo
 from mmtrain.planning.formulate import formulate_problem
@@ -70,11 +77,11 @@ def main() -> None:
     parser.add_argument("--group", help="groups alone whose names have these words, as in `h100-80g, FSDP`")
     parser.add_argument("--half", choices=tuple(HALVES), help="one half of the runs alone")
     parser.add_argument("--mixtures", action="store_true", help="runs of mixtures of experts, which are in no half")
-    parser.add_argument("--write", action="store_true", help="state the errors of the half that judges anew")
+    parser.add_argument("--write", action="store_true", help="state the errors of the half that judges, or of mixtures")
     options = parser.parse_args()
-    narrowed = options.mixtures or options.only or options.hardware or options.group
+    narrowed = options.only or options.hardware or options.group
     if options.write and (narrowed or options.half == "fit"):
-        parser.error("--write: needs all runs of the half `judge`; leave out what narrows them")
+        parser.error("--write: needs all runs of the half `judge`, or all mixtures; leave out what narrows them")
     report = start("Published step times in two halves", options)
     chosen = [
         run
@@ -86,10 +93,11 @@ def main() -> None:
     ]
     comparisons = report_runs(report, chosen)
     report_groups(report, comparisons)
-    if not narrowed:
+    if not narrowed and not options.mixtures:
         report_own_runs(report)
     if options.write:
-        write_errors(errors_of([*comparisons, *map(compare, mixture_runs())]))
+        kept = [run for run in published_errors().runs if run.has_experts != options.mixtures]
+        write_errors(PublishedErrors(runs=(*kept, *errors_of(comparisons).runs)))
 
 
 def errors_of(comparisons: Sequence[Comparison]) -> PublishedErrors:
