@@ -73,6 +73,7 @@ def test_json_holds_the_same_figures(simulated_plan: tuple[Plan, Timeline]) -> N
         "first_loss": 1.0,
         "last_loss": 0.25,
         "last_val_loss": None,
+        "experts": None,
         "rank_changes": [],
         "sources": [],
     }
