@@ -92,7 +92,8 @@ def main() -> None:
         and (options.half is None or run.held_out == HALVES[options.half])
     ]
     comparisons = report_runs(report, chosen)
-    report_groups(report, comparisons)
+    if not options.mixtures:
+        report_groups(report, comparisons)
     if not narrowed and not options.mixtures:
         report_own_runs(report)
     if options.write:
@@ -130,7 +131,8 @@ def report_runs(report: Report, runs: Sequence[KnownRun]) -> list[Comparison]:
         mesh = " ".join(f"{key}{size}" for key, size in run.mesh.items() if key in SHOWN_SIZES)
         seconds = (f"{comparison.seconds:.3g} s", f"{comparison.ratio:.2f}")
         own_seconds = (f"{comparison.own_seconds:.3g} s", f"{comparison.own_ratio:.2f}")
-        half, source = "judge" if run.held_out else "fit", run.source.replace("|", "/")
+        half = "neither" if run.has_experts else "judge" if run.held_out else "fit"
+        source = run.source.replace("|", "/")
         if run.is_sharded:
             mesh = f"shard {run.ranks // (run.mesh.get('tp', 1) * run.mesh.get('cp', 1))} {mesh}".rstrip()
         layout, published = mesh, f"{run.seconds:.3g} s"
