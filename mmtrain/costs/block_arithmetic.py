@@ -285,8 +285,10 @@ class MoeMlpArithmetic:
             fixed_bytes += self._computed(INDEX_BYTES * mlp.top_k)  # places of rows that arrive
         of_copies = mlp.top_k * self.layer.hidden
         gated = (self.layer.hidden + 1) * mlp.shared_gate
-        divided, on_rank = self._computed(mlp.top_k * inner) + of_shared, self._computed(of_copies) + of_copies + gated
-        return SavedWidths(divided, on_rank, fixed_bytes)
+        divided, on_rank = self._computed(mlp.top_k * inner) + of_shared, self._computed(of_copies) + gated
+        if mlp.ep > 1:  # ranks of a TP group get their columns back alone
+            return SavedWidths(divided + of_copies, on_rank, fixed_bytes)
+        return SavedWidths(divided, on_rank + of_copies, fixed_bytes)
 
     def read_by_weight_gradients(self, tp: int) -> dict[str, int]:
         """Return, by module, the numbers that a rank keeps of a token only for gradients of the module's weights."""

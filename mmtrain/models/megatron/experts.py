@@ -7,7 +7,8 @@ Tensor parallelism splits every expert as it splits a dense MLP. Its ranks route
 between the gather before and the reduction behind the mixture has gradients of which each rank holds a summand.
 
 With expert parallelism (GShard, arXiv 2006.16668) a rank holds consecutive experts, and an all-to-all brings it their
-rows of the whole group. Ranks without rows take part in it too.
+rows of the whole group. Ranks without rows take part in it too. The ranks of a TP group route the same tokens, so each
+exchanges its columns of the rows alone, and they put these together where the rows arrive.
 """
 
 from collections.abc import Sequence
@@ -158,6 +159,7 @@ class ExpertMlp(nn.Module):
         """Build uninitialized modules."""
         super().__init__()
         self.top_k, self.num_experts, self.ep_group = mlp.top_k, mlp.experts, groups.ep
+        self.columns = _Columns(config.hidden_size, mlp.column_ranks(config.hidden_size, groups.tp_size), groups.tp)
         self.gather = TokenGather(config, groups)
         self.router = Router(mlp, config)
         self.shared = Expert(mlp.shared_ffn, config, groups) if mlp.shared_ffn else None
@@ -196,11 +198,11 @@ class ExpertMlp(nn.Module):
         order = experts.flatten().argsort(stable=True)
         arrival = order.new_empty(0)
         self.loads.add(counts, 0 if self.ep_group is None else self.ep_group.rank())
-        rows = _copy_rows(tokens, order, self.top_k)
+        rows = _copy_rows(self.columns.own(tokens), order, self.top_k)
         if self.ep_group is not None:
             arrival = _arrival_order(counts, self.ep_group).to(rows.device)
             rows = _Exchange(counts, self.ep_group).send(rows)
-            rows = _copy_rows(rows, arrival)
+            rows = self.columns.gather(_copy_rows(rows, arrival))
         inner = self._run("linear_fc1", rows, counts)
         return inner, Routing(weights, order, counts, arrival), self._up_shared(tokens)
 
@@ -208,11 +210,13 @@ class ExpertMlp(nn.Module):
         """Return the weighted sums (T, 1, hidden) of what the experts make of rows (rows, ffn / tp), on this rank."""
         rows = self._run("linear_fc2", activated, routing.counts)
         if self.ep_group is not None:
-            rows = _return_rows(rows, routing.arrival)  # one name for all, so that none outlives its use
+            rows = self.columns.reduce(rows)  # one name for all, so that none outlives its use
+            rows = _return_rows(rows, routing.arrival)
             rows = _Exchange(routing.counts, self.ep_group).send_back(rows)
         rows = _return_rows(rows, routing.order)
         # Products that are summed inside a GEMM exist neither here nor in backward.
-        return torch.bmm(routing.weights.unsqueeze(1), rows.view(-1, self.top_k, rows.shape[1]))
+        sums = torch.bmm(routing.weights.unsqueeze(1), rows.view(-1, self.top_k, rows.shape[1]))
+        return self.columns.beside_zeros(sums)
 
     def _up_shared(self, tokens: Tensor) -> SharedInner:
         inner = gate = tokens.new_empty(0)
@@ -283,6 +287,82 @@ class _Exchange:
     def send_back(self, rows: Tensor) -> Tensor:
         """Return rows in the order of `send`'s result to their senders; return the rank's own."""
         return cast(Tensor, _AllToAll.apply(rows, self._received, self._sent, self._group))  # type: ignore[no-untyped-call]
+
+
+class _Columns:
+    """The columns of rows that a rank of a TP group exchanges with other groups, out of `hidden`; all if it is alone.
+
+    What lies between has gradients of which each rank holds a summand, and so has the part of a rank with zeros beside.
+    """
+
+    def __init__(self, hidden: int, num_ranks: int, tp_group: dist.ProcessGroup) -> None:
+        self._hidden, self._width, self._group = hidden, hidden // num_ranks, tp_group
+        self._first = tp_group.rank() * self._width if num_ranks > 1 else 0
+
+    @property
+    def _are_all(self) -> bool:
+        return self._width == self._hidden
+
+    def own(self, rows: Tensor) -> Tensor:
+        """Return this rank's columns of rows (N, hidden), which all ranks have."""
+        return rows if self._are_all else rows[:, self._first : self._first + self._width]
+
+    def gather(self, rows: Tensor) -> Tensor:
+        """Return rows (N, hidden) on every rank, of which each has its columns."""
+        return rows if self._are_all else cast(Tensor, _GatherColumns.apply(rows, self._group))  # type: ignore[no-untyped-call]
+
+    def reduce(self, rows: Tensor) -> Tensor:
+        """Return this rank's columns of the sum of rows (N, hidden), of which each rank has a summand."""
+        return rows if self._are_all else cast(Tensor, _ReduceColumns.apply(rows, self._group))  # type: ignore[no-untyped-call]
+
+    def beside_zeros(self, sums: Tensor) -> Tensor:
+        """Return (..., hidden) with this rank's columns, and zero in those of others: a summand of all."""
+        return sums if self._are_all else F.pad(sums, (self._first, self._hidden - self._first - self._width))
+
+
+class _GatherColumns(torch.autograd.Function):
+    """Gather columns (N, hidden / ranks) to rows (N, hidden); gradients are summed, and each rank gets its columns."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _gather_columns(rows, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _reduce_columns(grad, ctx.group), None
+
+
+class _ReduceColumns(torch.autograd.Function):
+    """Sum rows (N, hidden) over a group, and keep a rank's columns; gradients are gathered."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _reduce_columns(rows, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _gather_columns(grad, ctx.group), None
+
+
+def _gather_columns(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+    num_rows, width, size = *rows.shape, group.size()
+    of_ranks = rows.new_empty(size * num_rows, width)
+    if num_rows:  # as many on all ranks of the group
+        dist.all_gather_into_tensor(of_ranks, rows.contiguous(), group=group)
+    return of_ranks.view(size, num_rows, width).transpose(0, 1).reshape(num_rows, size * width)
+
+
+def _reduce_columns(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+    num_rows, width, size = len(rows), rows.shape[1] // group.size(), group.size()
+    of_ranks = rows.reshape(num_rows, size, width).transpose(0, 1).reshape(size * num_rows, width)
+    own = rows.new_empty(num_rows, width)
+    if num_rows:
+        dist.reduce_scatter_tensor(own, of_ranks, group=group)
+    return own
 
 
 class _AllToAll(torch.autograd.Function):

@@ -191,6 +191,10 @@ class MoeMlp:
         """Return the inner widths that tensor parallelism divides."""
         return (self.expert_ffn, *((self.shared_ffn,) if self.shared_ffn else ()))
 
+    def column_ranks(self, hidden: int, tp: int) -> int:
+        """Return among how many ranks of a TP group the columns of rows are divided that they exchange with others."""
+        return tp if self.ep > 1 and hidden % tp == 0 else 1
+
 
 Mixer: TypeAlias = Attention  # what moves information between tokens; a union once there are other kinds
 Mlp: TypeAlias = DenseMlp | MoeMlp
