@@ -131,6 +131,54 @@ def test_adapters_are_written_for_automodel(folder: Path) -> None:
     assert yaml.safe_load(emit(plan, recipe, "automodel").text)["peft"]["dim"] == 8
 
 
+ROUTER = (
+    "experts: 8, top_k: 4, ffn: 1024, scores: sigmoid, selection_bias: true, selection_bias_rate: 0.001, groups: 4, "
+    "top_groups: 2, weight_scale: 2.5, shared_ffn: 512, shared_gate: true, balance_loss: 0.0001, z_loss: 0.002"
+)
+ON_ONE_RANK = ["parallel.placement=unified", "cluster.ranks=1"]
+
+
+@pytest.mark.slow
+def test_routers_are_written_for_megatron_lm(folder: Path) -> None:
+    settings = [f"model.llm.moe={{{ROUTER}}}", "model.llm.rope_width=32"]
+    plan, recipe = planned(folder / "moe.yaml", [*ON_ONE_RANK, *settings])
+    emitted = emit(plan, recipe, "megatron-lm")
+    arguments = started_arguments(emitted.text, folder)
+    assert {name: values for name, values in arguments.items() if "router" in name or "shared-expert" in name} == {
+        "--moe-router-topk": ["4"],
+        "--moe-router-score-function": ["sigmoid"],
+        "--moe-router-dtype": ["fp32"],
+        "--moe-router-enable-expert-bias": [],
+        "--moe-router-bias-update-rate": ["0.001"],
+        "--moe-router-num-groups": ["4"],
+        "--moe-router-group-topk": ["2"],
+        "--moe-router-topk-scaling-factor": ["2.5"],
+        "--moe-router-load-balancing-type": ["seq_aux_loss"],
+        "--moe-shared-expert-intermediate-size": ["512"],
+        "--moe-shared-expert-gate": [],
+    }
+    head_dim = recipe.model.llm.head_dim or recipe.model.llm.hidden // recipe.model.llm.heads
+    assert (arguments["--moe-aux-loss-coeff"], arguments["--moe-z-loss-coeff"]) == (["0.0001"], ["0.002"])
+    assert arguments["--rotary-percent"] == [str(32 / head_dim)]
+    assert "loads of experts count in each sample" in [part.what for part in emitted.inexpressible]
+    of_bridge = [part.what for part in emit(plan, recipe, "megatron-bridge").inexpressible]
+    assert "routers train with balance_loss 0.0001, z_loss 0.002 and bias rate 0.001" in of_bridge
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (("scores: sigmoid", "scores: softmax"), "it has biases for sigmoid scores"),
+        (("top_groups: 2", "top_groups: 4"), "a group scores as much as its best 2 experts; there it is its best 1"),
+    ],
+)
+def test_a_router_that_megatron_lm_has_not_is_refused(folder: Path, change: tuple[str, str], problem: str) -> None:
+    plan, recipe = planned(folder / "moe.yaml", [*ON_ONE_RANK, f"model.llm.moe={{{ROUTER.replace(*change)}}}"])
+    with pytest.raises(PlanError, match=problem):
+        emit(plan, recipe, "megatron-lm")
+
+
 @pytest.mark.slow
 def test_an_encoder_that_megatron_lm_knows_is_named(folder: Path) -> None:
     plan, recipe = planned(folder / "vision.yaml", ["parallel.placement=unified", "cluster.ranks=1"])

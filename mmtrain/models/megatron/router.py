@@ -17,8 +17,8 @@ from torch.autograd.function import once_differentiable
 
 from mmtrain.models.attention.packed_sequences import PackedSequences, TokenSamples
 from mmtrain.models.shapes.layer_shape import MoeMlp
+from mmtrain.recipe.settings.llm_settings import EXPERTS_THAT_SCORE_A_GROUP
 
-_EXPERTS_THAT_SCORE_A_GROUP = 2  # DeepSeek-V3, arXiv 2412.19437
 _LEAST_SUM = 1e-20  # of sigmoids, which may all be 0; the value of DeepSeek-V3 and of GLM-4.5
 
 
@@ -85,7 +85,7 @@ class Router(nn.Module):
             scores = self.selection(scores)
         if self.rules.groups > 1:
             of_groups = scores.view(len(scores), self.rules.groups, scores.shape[1] // self.rules.groups)
-            best = of_groups.sort(dim=-1, descending=True).values[..., :_EXPERTS_THAT_SCORE_A_GROUP].sum(dim=-1)
+            best = of_groups.sort(dim=-1, descending=True).values[..., :EXPERTS_THAT_SCORE_A_GROUP].sum(dim=-1)
             chosen = torch.zeros_like(best, dtype=torch.bool)
             chosen.scatter_(1, _best(best, self.rules.top_groups), True)
             scores = of_groups.masked_fill(~chosen.unsqueeze(-1), float("-inf")).flatten(1)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from mmtrain.planning.emit.accepted_settings import AcceptedSettings
+from mmtrain.planning.emit.common_inexpressible import router_inexpressible
 from mmtrain.planning.emit.emitted_plan import EmittedSetting, Inexpressible, OtherTrainer, PlannedJob, SettingGroup
 from mmtrain.planning.emit.megatron_layout import (
     VISION,
@@ -46,6 +47,7 @@ def _fitting_options(job: PlannedJob) -> tuple[str, ...]:
 
 def _inexpressible(job: PlannedJob) -> Iterator[Inexpressible]:
     yield from core_inexpressible(job)
+    yield from router_inexpressible(job)
     lora = job.recipe.train.lora
     if lora is not None:
         yield Inexpressible(

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mmtrain.planning.artifact.plan import UnitPlan
+from mmtrain.planning.emit.common_inexpressible import data_inexpressible
 from mmtrain.planning.emit.emitted_plan import Inexpressible, PlannedJob
 from mmtrain.program.ir.graph import LLM
 
@@ -160,15 +161,4 @@ def core_inexpressible(job: PlannedJob) -> Iterator[Inexpressible]:
             "`tp_comm_overlap` divides them by userbuffers, if sequence parallelism is on",
             lengthens=not job.llm.sp,
         )
-    yield from shared_inexpressible(job)
-
-
-def shared_inexpressible(job: PlannedJob) -> Iterator[Inexpressible]:
-    """Say what of the data no other trainer does."""
-    yield Inexpressible(
-        f"samples are packed into groups of up to {job.seq_len} tokens that cost the replicas of a step the same",
-        "its own loader fills and orders batches",
-        lengthens=True,
-    )
-    if job.recipe.train.freeze:
-        yield Inexpressible(f"train.freeze keeps {', '.join(job.recipe.train.freeze)} fixed", "they train", True)
+    yield from data_inexpressible(job)

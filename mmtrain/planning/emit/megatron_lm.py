@@ -16,7 +16,7 @@ from mmtrain.planning.emit.megatron_layout import (
     layout_text,
 )
 from mmtrain.planning.emit.shell_script import ShellScript, ShellVariable, shell_text
-from mmtrain.recipe.settings.llm_settings import LlmSettings
+from mmtrain.recipe.settings.llm_settings import EXPERTS_THAT_SCORE_A_GROUP, LlmSettings, MoeSettings
 
 TEXT_SCRIPT, VISION_SCRIPT = "pretrain_gpt.py", "examples/multimodal/train.py"
 PACKING_BUFFER_SAMPLES = 64
@@ -54,8 +54,19 @@ def _llm_problems(settings: LlmSettings) -> Iterator[str]:
         yield f"rotary positions are scaled by `{scaling.kind}`; it has the scaling of Llama 3.1, of 8192 positions"
     if settings.query_scale not in (None, settings.head_dim or settings.hidden // settings.heads):
         yield "scores of attention have a scale of their own (query_scale)"
-    if settings.moe is not None and not settings.moe.normalize:
+    yield from _moe_problems(settings.moe)
+
+
+def _moe_problems(moe: MoeSettings | None) -> Iterator[str]:
+    if moe is None:
+        return
+    if not moe.normalize:
         yield "weights of a token's experts are not normalized (moe.normalize: false)"
+    if moe.selection_bias and moe.scores == "softmax":
+        yield "a bias selects experts by softmax scores (moe.selection_bias); it has biases for sigmoid scores"
+    scoring = moe.top_k // moe.top_groups  # experts by which it scores a group
+    if moe.groups > 1 and scoring != EXPERTS_THAT_SCORE_A_GROUP:
+        yield f"a group scores as much as its best {EXPERTS_THAT_SCORE_A_GROUP} experts; there it is its best {scoring}"
 
 
 def _fitting_options(job: PlannedJob) -> tuple[str, ...]:
@@ -67,6 +78,9 @@ def _fitting_options(job: PlannedJob) -> tuple[str, ...]:
 
 def _inexpressible(job: PlannedJob) -> Iterator[Inexpressible]:
     yield from core_inexpressible(job)
+    moe = job.recipe.model.llm.moe
+    if moe is not None and moe.balance_loss:
+        yield Inexpressible("loads of experts count in each sample", "they count in each packed group")
     if VISION not in job.plan.units:
         return
     vision = job.plan.units[VISION]
@@ -139,6 +153,9 @@ def _model_settings(job: PlannedJob) -> Iterator[EmittedSetting]:
     yield EmittedSetting("--max-position-embeddings", job.seq_len)
     yield EmittedSetting("--position-embedding-type", "rope")
     yield EmittedSetting("--rotary-base", round(settings.rope_base))
+    if settings.rope_width is not None:
+        head_dim = settings.head_dim or settings.hidden // settings.heads
+        yield EmittedSetting("--rotary-percent", settings.rope_width / head_dim)
     if settings.rope_scaling is not None:
         yield EmittedSetting("--use-rope-scaling", True)
         yield EmittedSetting("--rope-scaling-factor", settings.rope_scaling.factor)
@@ -176,7 +193,30 @@ def _moe_settings(settings: LlmSettings) -> Iterator[EmittedSetting]:
         yield EmittedSetting("--moe-layer-freq", str(has_experts).replace(" ", ""))
     yield EmittedSetting("--moe-grouped-gemm", True)
     yield EmittedSetting("--moe-token-dispatcher-type", "alltoall")
-    yield EmittedSetting("--moe-router-load-balancing-type", "none", "mmtrain adds no loss for balance")
+    yield from _router_settings(moe)
+    if moe.shared_ffn is not None:
+        yield EmittedSetting("--moe-shared-expert-intermediate-size", moe.shared_ffn)
+    if moe.shared_gate:
+        yield EmittedSetting("--moe-shared-expert-gate", True)
+
+
+def _router_settings(moe: MoeSettings) -> Iterator[EmittedSetting]:
+    yield EmittedSetting("--moe-router-score-function", moe.scores)
+    if moe.scores == "sigmoid":
+        yield EmittedSetting("--moe-router-dtype", "fp32")
+    if moe.selection_bias:
+        yield EmittedSetting("--moe-router-enable-expert-bias", True)
+        yield EmittedSetting("--moe-router-bias-update-rate", moe.selection_bias_rate)
+    if moe.groups > 1:
+        yield EmittedSetting("--moe-router-num-groups", moe.groups)
+        yield EmittedSetting("--moe-router-group-topk", moe.top_groups)
+    if moe.weight_scale != 1.0:
+        yield EmittedSetting("--moe-router-topk-scaling-factor", moe.weight_scale)
+    yield EmittedSetting("--moe-router-load-balancing-type", "seq_aux_loss" if moe.balance_loss else "none")
+    if moe.balance_loss:
+        yield EmittedSetting("--moe-aux-loss-coeff", moe.balance_loss)
+    if moe.z_loss:
+        yield EmittedSetting("--moe-z-loss-coeff", moe.z_loss)
 
 
 def _training_settings(job: PlannedJob) -> Iterator[EmittedSetting]:

@@ -7,6 +7,11 @@ from itertools import product
 from mmtrain.planning.artifact.layout import MeshSize
 from mmtrain.planning.artifact.plan import UnitPlan
 from mmtrain.planning.emit.accepted_settings import AcceptedSettings
+from mmtrain.planning.emit.common_inexpressible import (
+    freeze_inexpressible,
+    moments_inexpressible,
+    router_inexpressible,
+)
 from mmtrain.planning.emit.emitted_plan import EmittedSetting, Inexpressible, OtherTrainer, PlannedJob, SettingGroup
 from mmtrain.planning.emit.megatron_layout import VISION, core_problems, is_even
 from mmtrain.planning.emit.shell_script import ShellScript, ShellVariable, shell_text
@@ -102,15 +107,14 @@ def _inexpressible(job: PlannedJob) -> Iterator[Inexpressible]:
     optimizer = job.recipe.train.optimizer
     if optimizer.schedule != "cosine":
         yield Inexpressible(f"the learning rate decays by `{optimizer.schedule}`", "it decays by a cosine")
-    if optimizer.moments == "bf16":
-        yield Inexpressible("Adam's moments are bf16", "they are fp32, which takes more memory")
+    yield from moments_inexpressible(job)
+    yield from router_inexpressible(job)
     yield Inexpressible(
         f"samples are packed into groups of up to {job.seq_len} tokens that cost the replicas of a step the same",
         "each sample is padded to a sequence of its own, so a step has as many samples as the plan has groups",
         lengthens=True,
     )
-    if job.recipe.train.freeze:
-        yield Inexpressible(f"train.freeze keeps {', '.join(job.recipe.train.freeze)} fixed", "they train", True)
+    yield from freeze_inexpressible(job)
 
 
 def _component(name: str, unit: UnitPlan) -> str:

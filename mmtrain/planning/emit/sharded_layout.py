@@ -4,8 +4,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mmtrain.planning.artifact.plan import UnitPlan
+from mmtrain.planning.emit.common_inexpressible import (
+    data_inexpressible,
+    moments_inexpressible,
+    router_inexpressible,
+)
 from mmtrain.planning.emit.emitted_plan import Inexpressible, PlannedJob
-from mmtrain.planning.emit.megatron_layout import shared_inexpressible
 from mmtrain.program.ir.graph import LLM
 
 
@@ -96,6 +100,6 @@ def sharded_inexpressible(job: PlannedJob) -> Iterator[Inexpressible]:
         yield Inexpressible(
             f"tensor-parallel linears run in {job.llm.tp_chunks} chunks of tokens", "they run whole", lengthens=True
         )
-    if job.recipe.train.optimizer.moments == "bf16":
-        yield Inexpressible("Adam's moments are bf16", "they are fp32, which takes more memory")
-    yield from shared_inexpressible(job)
+    yield from moments_inexpressible(job)
+    yield from router_inexpressible(job)
+    yield from data_inexpressible(job)

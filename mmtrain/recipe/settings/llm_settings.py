@@ -10,7 +10,7 @@ from mmtrain.recipe.settings.presets import LlmPreset
 from mmtrain.recipe.settings.unit_settings import PRESET_DESCRIPTION, UnitSettings
 
 BlockNumber = Annotated[int, Field(ge=0)]
-_EXPERTS_THAT_SCORE_A_GROUP = 2  # its best ones
+EXPERTS_THAT_SCORE_A_GROUP = 2  # its best ones (DeepSeek-V3, arXiv 2412.19437)
 
 
 class RopeScalingSettings(Section):
@@ -173,8 +173,9 @@ class MoeSettings(Section):
         """Yield what is wrong with groups of `size` experts."""
         if self.top_groups > self.groups:
             yield f"top_groups: found {self.top_groups}, but there are only {self.groups} groups"
-        elif self.groups > 1 and size < _EXPERTS_THAT_SCORE_A_GROUP:
-            yield f"groups: {self.groups} groups of {self.experts} experts have {size} each, but need at least 2"
+        elif self.groups > 1 and size < EXPERTS_THAT_SCORE_A_GROUP:
+            needed = f"at least {EXPERTS_THAT_SCORE_A_GROUP}"
+            yield f"groups: {self.groups} groups of {self.experts} experts have {size} each, but need {needed}"
         elif self.top_k > self.top_groups * size:
             yield f"top_k: found {self.top_k}, but `top_groups` leave a token only {self.top_groups * size} experts"
 

@@ -1,0 +1,35 @@
+"""What several other trainers leave out of a plan, in the same words."""
+
+from collections.abc import Iterator
+
+from mmtrain.planning.emit.emitted_plan import Inexpressible, PlannedJob
+
+
+def data_inexpressible(job: PlannedJob) -> Iterator[Inexpressible]:
+    """Say what of the data no other trainer does, and which parameters it does not keep fixed."""
+    yield Inexpressible(
+        f"samples are packed into groups of up to {job.seq_len} tokens that cost the replicas of a step the same",
+        "its own loader fills and orders batches",
+        lengthens=True,
+    )
+    yield from freeze_inexpressible(job)
+
+
+def freeze_inexpressible(job: PlannedJob) -> Iterator[Inexpressible]:
+    """Say which parameters train there although the recipe keeps them fixed by their names."""
+    if job.recipe.train.freeze:
+        yield Inexpressible(f"train.freeze keeps {', '.join(job.recipe.train.freeze)} fixed", "they train", True)
+
+
+def moments_inexpressible(job: PlannedJob) -> Iterator[Inexpressible]:
+    """Say that the optimizer's state is larger there, if it is."""
+    if job.recipe.train.optimizer.moments == "bf16":
+        yield Inexpressible("Adam's moments are bf16", "they are fp32, which takes more memory")
+
+
+def router_inexpressible(job: PlannedJob) -> Iterator[Inexpressible]:
+    """Say how routers of experts train, for trainers that take this from the model's configuration."""
+    moe = job.recipe.model.llm.moe
+    if moe is not None:
+        trained = f"balance_loss {moe.balance_loss:g}, z_loss {moe.z_loss:g} and bias rate {moe.selection_bias_rate:g}"
+        yield Inexpressible(f"routers train with {trained}", "with what its configuration of the model says")
