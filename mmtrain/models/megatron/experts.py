@@ -309,43 +309,39 @@ class _Columns:
 
     def gather(self, rows: Tensor) -> Tensor:
         """Return rows (N, hidden) on every rank, of which each has its columns."""
-        return rows if self._are_all else cast(Tensor, _GatherColumns.apply(rows, self._group))  # type: ignore[no-untyped-call]
+        return self._exchanged(rows, gathers=True)
 
     def reduce(self, rows: Tensor) -> Tensor:
         """Return this rank's columns of the sum of rows (N, hidden), of which each rank has a summand."""
-        return rows if self._are_all else cast(Tensor, _ReduceColumns.apply(rows, self._group))  # type: ignore[no-untyped-call]
+        return self._exchanged(rows, gathers=False)
+
+    def _exchanged(self, rows: Tensor, *, gathers: bool) -> Tensor:
+        if self._are_all:
+            return rows
+        return cast(Tensor, _ExchangeColumns.apply(rows, self._group, gathers))  # type: ignore[no-untyped-call]
 
     def beside_zeros(self, sums: Tensor) -> Tensor:
         """Return (..., hidden) with this rank's columns, and zero in those of others: a summand of all."""
         return sums if self._are_all else F.pad(sums, (self._first, self._hidden - self._first - self._width))
 
 
-class _GatherColumns(torch.autograd.Function):
-    """Gather columns (N, hidden / ranks) to rows (N, hidden); gradients are summed, and each rank gets its columns."""
+class _ExchangeColumns(torch.autograd.Function):
+    """Gather columns (N, hidden / ranks) to rows (N, hidden), or sum such rows and keep a rank's columns.
+
+    Each is the backward of the other, as in Megatron-core's mappings of the last dimension. Those would also start a
+    collective where no row has arrived.
+    """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _gather_columns(rows, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _reduce_columns(grad, ctx.group), None
-
-
-class _ReduceColumns(torch.autograd.Function):
-    """Sum rows (N, hidden) over a group, and keep a rank's columns; gradients are gathered."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _reduce_columns(rows, group)
+    def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup, gathers: bool) -> Tensor:
+        ctx.group, ctx.gathers = group, gathers
+        return _gather_columns(rows, group) if gathers else _reduce_columns(rows, group)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _gather_columns(grad, ctx.group), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        given = _reduce_columns(grad, ctx.group) if ctx.gathers else _gather_columns(grad, ctx.group)
+        return given, None, None
 
 
 def _gather_columns(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
