@@ -36,9 +36,7 @@ _KERNELS = {"vit_block": (1, 2, 2, 1, 2, 2, 1, 1), "decoder_block": (1, 3, 8, 1,
 class BlockSeconds:
     """The seconds of one direction of a block by kind of work."""
 
-    gemms: Sequence[
-        float
-    ]  # of the four GEMMs with weights, in forward order, then those of `_GEMM_PIECES` that a mixture has
+    gemms: Sequence[float]  # of GEMMs with weights, in the order of `_GEMM_PIECES`, of which only mixtures have all
     attention: float
     elementwise: float  # of all element-wise work
     launches: float  # of starting all kernels

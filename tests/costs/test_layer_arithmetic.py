@@ -141,8 +141,8 @@ def test_flops_equal_those_torch_counts(model: ModelSettings, unit: str) -> None
 
 def weighted_sum_flops(shape: ModelShape, unit: str, load: TokenLoad) -> int:
     """Return what torch counts for a sum over a token's experts, which is a GEMM there and memory traffic here."""
-    mixtures = [layer for layer in shape.unit(unit).layers if isinstance(layer.mlp, MoeMlp)]
-    return sum(2 * load.tokens * layer.mlp.top_k * layer.hidden for layer in mixtures if isinstance(layer.mlp, MoeMlp))
+    layers = shape.unit(unit).layers
+    return sum(2 * load.tokens * layer.mlp.top_k * layer.hidden for layer in layers if isinstance(layer.mlp, MoeMlp))
 
 
 def test_a_causal_mask_halves_the_pairs() -> None:

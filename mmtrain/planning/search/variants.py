@@ -149,7 +149,7 @@ def _with_activations_on_host(problem: PlanningProblem) -> Iterator[PlanningProb
         yield replace(problem, shape=with_offload(problem.shape, {**fixed, **dict.fromkeys(open_units, mode)}))
 
 
-def best_quick_candidate(evaluator: Evaluator, max_step_s: float = math.inf) -> Candidate | None:
+def best_quick_candidate(evaluator: Evaluator, max_step_s: float) -> Candidate | None:
     """Return the fastest plan whose step takes less than `max_step_s` that a search with little effort finds."""
     quick = evaluator.with_budget(QUICK_BUDGET, PlanRequest(num_alternatives=0, max_step_s=max_step_s))
     best = StrategySearches(quick).search().best
