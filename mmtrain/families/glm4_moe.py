@@ -66,10 +66,12 @@ def glm4_moe_settings(config: ConfigSection) -> Settings:
 
 
 def _turning_share(config: ConfigSection) -> float:
-    """Return the share of a head's features that turn; version 5 of `transformers` states it with the rotation."""
-    rotary = stated_rotary(config)
-    holder = config if rotary.value("partial_rotary_factor") is None else rotary
-    return holder.number("partial_rotary_factor", _TURNING_SHARE)
+    """Return the share of a head's features that turn.
+
+    Version 5 of `transformers` states it with the rotation, and may leave the older statement beside it.
+    """
+    stated = config.number("partial_rotary_factor", _TURNING_SHARE)
+    return stated_rotary(config).number("partial_rotary_factor", stated)
 
 
 def _mixture(config: ConfigSection, num_blocks: int) -> Settings:
