@@ -25,8 +25,6 @@ from mmtrain.report.run_cost import RunCost
 from mmtrain.report.scaling import ScalingPoint
 from mmtrain.runtime.run_folder import PLAN_FILE
 
-# Planning makes millions of objects and hardly a reference cycle, so frequent collections only cost time.
-GC_THRESHOLD_OBJECTS = 1_000_000
 COMPARED_LABEL = "your layout (its layers divided by the planner)"
 DIVIDED_LABEL = "your layout"
 
@@ -78,7 +76,7 @@ def make_plan(
     if request.explain:
         request = replace(request, allocation_watch=AllocationWatch(time.perf_counter, allocations.append))
     hints: list[str] = []
-    with _rare_garbage_collection():
+    with _without_garbage_collection():
         recipe = _with_groups(written, lengths, request, started)
         chosen = plan(_formulate(written, recipe, lengths, request, started))
         if compared is not None:
@@ -139,7 +137,7 @@ def plan_for_each_count(
     for gpus in gpu_counts:
         cluster = recipe.cluster.model_copy(update={"ranks": gpus})
         try:
-            with _rare_garbage_collection():
+            with _without_garbage_collection():
                 chosen = _search(recipe.model_copy(update={"cluster": cluster}), lengths, request)
             points.append(ScalingPoint(gpus, chosen, ""))
         except PlanError as error:
@@ -216,11 +214,15 @@ def _formulate(
 
 
 @contextmanager
-def _rare_garbage_collection() -> Iterator[None]:
-    """Make Python collect reference cycles rarely inside this context."""
-    before = gc.get_threshold()
-    gc.set_threshold(GC_THRESHOLD_OBJECTS)
+def _without_garbage_collection() -> Iterator[None]:
+    """Keep Python from looking for reference cycles inside this context.
+
+    Planning makes millions of objects that are freed with their last reference, so collections only cost time.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
     try:
         yield
     finally:
-        gc.set_threshold(*before)
+        if was_enabled:
+            gc.enable()

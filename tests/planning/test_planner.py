@@ -1,5 +1,6 @@
 """Plans of whole recipes: fixed settings hold, losers have reasons, errors say what to change."""
 
+import gc
 import subprocess
 import sys
 from dataclasses import replace
@@ -31,6 +32,24 @@ def planned(settings: Recipe, world_size: int, hardware: str = "cpu-core", top: 
 
 def test_the_same_recipe_is_planned_the_same_each_time() -> None:
     assert planned(recipe(global_batch=4), 2, top=5) == planned(recipe(global_batch=4), 2, top=5)
+
+
+def test_what_planning_made_is_freed_with_its_last_reference() -> None:
+    """`make_plan` looks for no reference cycles, so what lies in one would stay until the plan is made."""
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        planned(recipe(), 4)
+        gc.collect()
+        left = {type(found).__qualname__ for found in gc.garbage if type(found).__module__.startswith("mmtrain")}
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        if was_enabled:
+            gc.enable()
+    assert left == set()
 
 
 def test_a_plan_is_complete() -> None:

@@ -4,7 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 
@@ -75,7 +75,7 @@ class UnitMemoryBound:
 
     def __init__(self, layer_costs: LayerCosts) -> None:
         self._layer_costs = layer_costs
-        self._kinds_of = KindBytesByMesh(layer_costs, self._largest_load)
+        self._kinds_of = KindBytesByMesh(layer_costs, partial(_largest_load, layer_costs))
         self._bounds: dict[tuple[str, MeshSize, int, int], float] = {}
 
     def __call__(self, unit: str, mesh: MeshSize, num_microbatches: int | None, in_flight_behind: int = 0) -> float:
@@ -118,13 +118,15 @@ class UnitMemoryBound:
             )
         return max(mean, kinds.max_layer_peak)
 
-    def _largest_load(self, unit: str, step_microbatches: int) -> TokenLoad:
-        sampled = self._layer_costs.loads
-        if unit == LLM:
-            return sampled.largest(LLM, sampled.undivided)
-        loads = sampled.of_unit(unit, sampled.undivided)
-        max_tokens = max(loads.total(batch).tokens for batch in range(len(self._layer_costs.batches.groups)))
-        return TokenLoad(max_tokens // step_microbatches if step_microbatches else 0, 0, 0, 0)
+
+def _largest_load(layer_costs: LayerCosts, unit: str, step_microbatches: int) -> TokenLoad:
+    """Return the least that the largest microbatch can be."""
+    sampled = layer_costs.loads
+    if unit == LLM:
+        return sampled.largest(LLM, sampled.undivided)
+    loads = sampled.of_unit(unit, sampled.undivided)
+    max_tokens = max(loads.total(batch).tokens for batch in range(len(layer_costs.batches.groups)))
+    return TokenLoad(max_tokens // step_microbatches if step_microbatches else 0, 0, 0, 0)
 
 
 def describe_excluded(

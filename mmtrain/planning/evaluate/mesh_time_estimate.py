@@ -5,6 +5,7 @@ looks as fast as one with room. This estimate joins them, to order meshes. It pr
 """
 
 import math
+from functools import partial
 
 import numpy as np
 
@@ -36,7 +37,7 @@ class MeshTimeEstimate:
         self._times = times
         self._memory_bound = memory_bound
         self._memory_bytes = memory_bytes
-        self._kinds_of = KindBytesByMesh(layer_costs, self._largest_load)
+        self._kinds_of = KindBytesByMesh(layer_costs, partial(_largest_load, layer_costs))
         self._seconds: dict[tuple[str, int], tuple[float, float]] = {}
         self._ratios: dict[tuple[str, MeshSize, int, int], float] = {}
 
@@ -73,17 +74,18 @@ class MeshTimeEstimate:
             self._seconds[unit, tp] = (float(mean[:, :RECOMPUTE].sum()), float(mean[:, RECOMPUTE].sum()))
         return self._seconds[unit, tp]
 
-    def _largest_load(self, unit: str, step_microbatches: int) -> TokenLoad:
-        """Return about the largest microbatch: larger ones vary less, as sums of independent parts do."""
-        costs, global_batch = self._layer_costs, self._layer_costs.batches.global_batch
-        largest = costs.loads.largest(unit, costs.loads.undivided)
-        if unit == LLM:
-            return largest
-        loads = costs.loads.of_unit(unit, costs.loads.undivided)
-        total = max(loads.total(batch).tokens for batch in range(len(costs.batches.groups)))
-        excess = max(0.0, largest.tokens * global_batch / max(1, total) - 1)
-        merged = max(1.0, global_batch / step_microbatches)
-        return TokenLoad(math.ceil(total / step_microbatches * (1 + excess / math.sqrt(merged))), 0, 0, 0)
+
+def _largest_load(layer_costs: LayerCosts, unit: str, step_microbatches: int) -> TokenLoad:
+    """Return about the largest microbatch: larger ones vary less, as sums of independent parts do."""
+    sampled, batches = layer_costs.loads, layer_costs.batches
+    largest = sampled.largest(unit, sampled.undivided)
+    if unit == LLM:
+        return largest
+    loads = sampled.of_unit(unit, sampled.undivided)
+    total = max(loads.total(batch).tokens for batch in range(len(batches.groups)))
+    excess = max(0.0, largest.tokens * batches.global_batch / max(1, total) - 1)
+    merged = max(1.0, batches.global_batch / step_microbatches)
+    return TokenLoad(math.ceil(total / step_microbatches * (1 + excess / math.sqrt(merged))), 0, 0, 0)
 
 
 def _in_flight_on_first_rank(mesh: MeshSize) -> float:

@@ -252,7 +252,15 @@ class StageGraph:
 
     def group_of(self, mb: Microbatch) -> int:
         """Return the replica group that the microbatch belongs to."""
-        return mb.replica // (self.mesh(mb.unit).num_replicas // self.num_groups)
+        return mb.replica // self._replicas_per_group[mb.unit]
+
+    def shift(self, mb: Microbatch, group: int) -> Microbatch:
+        """Return replica group 0's microbatch as another replica group has it."""
+        return Microbatch(mb.unit, mb.replica + group * self._replicas_per_group[mb.unit], mb.index)
+
+    @cached_property
+    def _replicas_per_group(self) -> dict[str, int]:
+        return {mesh.unit: mesh.num_replicas // self.num_groups for mesh in self.meshes}
 
     def sources(self, edge: Edge, mb: Microbatch) -> tuple[Microbatch, ...]:
         """Return the microbatches whose output may flow along `edge` into the destination's microbatch `mb`.
@@ -280,7 +288,7 @@ class StageGraph:
             self.mesh(mb.unit).num_microbatches, self.mesh(unit).num_microbatches
         )
         index = mb.index // per_own_block * per_block
-        per_group = self.mesh(unit).num_replicas // self.num_groups
+        per_group = self._replicas_per_group[unit]
         replica = self.group_of(mb) * per_group
         return tuple(
             Microbatch(unit, r, i) for i in range(index, index + per_block) for r in range(replica, replica + per_group)

@@ -7,7 +7,7 @@ from typing import TypeVar, cast
 
 from mmtrain.errors import ProgramError
 from mmtrain.program.ir.actions import Action, Backward, Fill, Forward, Partial, Recv, Send, Share
-from mmtrain.program.ir.graph import Microbatch, StageGraph
+from mmtrain.program.ir.graph import StageGraph
 from mmtrain.program.ir.matching import MatchedActions, match_actions
 from mmtrain.program.ir.symmetry import Symmetry, symmetry
 
@@ -71,30 +71,22 @@ class Program:
             return action
         match action:
             case Forward(stage, mb) | Backward(stage, mb):
-                return type(action)(stage, self.shift(mb, group))
+                return type(action)(stage, self.graph.shift(mb, group))
             case Partial(stage, mb, kind, lo, hi):
-                return type(action)(stage, self.shift(mb, group), kind, lo, hi)
+                return type(action)(stage, self.graph.shift(mb, group), kind, lo, hi)
             case Fill(host, gap, partials):
                 translated = tuple(self.translate(part, group) for part in partials)
                 return type(action)(self.translate(host, group), gap, translated)
             case Share(edge, mb, payload):
-                return type(action)(edge, self.shift(mb, group), payload)
+                return type(action)(edge, self.graph.shift(mb, group), payload)
             case Send(edge, src, dst, peer, payload) | Recv(edge, src, dst, peer, payload):
                 own_peer = self.symmetry.mirrors[group][peer]
-                return type(action)(edge, self.shift(src, group), self.shift(dst, group), own_peer, payload)
+                return type(action)(edge, self.graph.shift(src, group), self.graph.shift(dst, group), own_peer, payload)
         return action
 
     @cached_property
     def _remembered(self) -> dict[Hashable, object]:
         return {}
-
-    def shift(self, mb: Microbatch, group: int) -> Microbatch:
-        """Return group 0's microbatch as another replica group has it."""
-        return Microbatch(mb.unit, mb.replica + group * self._replicas_per_group[mb.unit], mb.index)
-
-    @cached_property
-    def _replicas_per_group(self) -> dict[str, int]:
-        return {mesh.unit: mesh.num_replicas // self.graph.num_groups for mesh in self.graph.meshes}
 
 
 def ranges_text(numbers: Sequence[int]) -> str:

@@ -3,7 +3,17 @@
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
-from mmtrain.program.ir.actions import Collective, Compute, Dispatch, GatherParams, Partial, Pass, ReduceGrads, Step
+from mmtrain.program.ir.actions import (
+    Action,
+    Collective,
+    Compute,
+    Dispatch,
+    GatherParams,
+    Partial,
+    Pass,
+    ReduceGrads,
+    Step,
+)
 from mmtrain.program.ir.graph import StageGraph
 from mmtrain.program.ir.matching import Join, Launch, MatchedActions, Post, match_actions
 from mmtrain.program.ir.program import Program
@@ -60,17 +70,23 @@ def _numbered(program: Program, num_groups: int, equivalents: Mapping[int, tuple
         resumed_by={
             g * num_tasks + part: g * num_tasks + next_part for g in groups for part, next_part in resumed_by.items()
         },
-        find_activation_events=partial(_activation_events, program, num_groups, simulated),
+        # Of the program's parts: one that led back to it would keep both from being freed with their last reference.
+        find_activation_events=partial(
+            _activation_events, program.graph, [program.actions[rank] for rank in simulated], num_groups
+        ),
     )
 
 
 def _activation_events(
-    program: Program, num_groups: int, simulated: Sequence[int]
+    graph: StageGraph, actions: Sequence[Sequence[Action]], num_groups: int
 ) -> tuple[tuple[ActivationEvent, ...], ...]:
-    """Return by sim rank where it starts and ends to keep activations."""
-    events = [activation_events(program.graph, program.actions[rank]) for rank in simulated]
+    """Return by sim rank where it starts and ends to keep activations.
+
+    actions: of the simulated ranks of group 0.
+    """
+    events = [activation_events(graph, of_rank) for of_rank in actions]
     return tuple(
-        tuple(event._replace(mb=program.shift(event.mb, g)) for event in of_rank)
+        tuple(event._replace(mb=graph.shift(event.mb, g)) for event in of_rank)
         for g in range(num_groups)
         for of_rank in events
     )
