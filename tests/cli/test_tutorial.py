@@ -1,5 +1,6 @@
 """Whoever follows docs/tutorial.md gets what the page shows: its files, its commands, and what they print."""
 
+import itertools
 import json
 import os
 import re
@@ -7,7 +8,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -114,6 +115,21 @@ def assert_prints(command: ShownCommand, printed: list[str]) -> None:
     assert missing == [], "\n".join([*command.words, *printed])
 
 
+def follow(steps: Iterable[ShownCommand | ShownFile], folder: Path) -> None:
+    """Save and run what the page shows, and assert that commands print what it shows."""
+    for step in steps:
+        if isinstance(step, ShownFile):
+            (folder / step.name).write_text(step.text, encoding="utf-8")
+            continue
+        printed = run(step, folder)
+        if step.shown:
+            assert_prints(step, printed)
+
+
+def _is_training(step: ShownCommand | ShownFile) -> bool:
+    return isinstance(step, ShownCommand) and step.words[:2] == ("mmtrain", "train")
+
+
 def test_the_page_says_what_to_save_and_to_run_in_an_order_that_works() -> None:
     files = {RECIPE: 0}
     for step in shown_steps():
@@ -136,17 +152,18 @@ def folder() -> Iterator[Path]:
         yield Path(name)
 
 
+@pytest.mark.slow
+def test_the_page_shows_what_its_commands_print_until_training(folder: Path) -> None:
+    steps = list(itertools.takewhile(lambda step: not _is_training(step), shown_steps()))
+    follow(steps, folder)
+    assert "plan" in [step.words[1] for step in steps if isinstance(step, ShownCommand)]
+
+
 @pytest.mark.long
 @pytest.mark.timeout(2400)  # trains for 300 steps, which takes a minute or two on two idle cores
 def test_the_page_shows_what_its_commands_print(folder: Path) -> None:
     """Follow the page in an empty folder: the loss falls, and the model answers held-out questions."""
-    for step in shown_steps():
-        if isinstance(step, ShownFile):
-            (folder / step.name).write_text(step.text, encoding="utf-8")
-            continue
-        printed = run(step, folder)
-        if step.shown:
-            assert_prints(step, printed)
+    follow(shown_steps(), folder)
     rows = json.loads((folder / "shapes/train.json").read_text(encoding="utf-8"))
     assert json.loads(one_block_with("{")) == rows[0]
     losses = [json.loads(line)["loss"] for line in (folder / "runs/shapes/metrics.jsonl").read_text().splitlines()]
