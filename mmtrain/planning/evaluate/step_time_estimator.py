@@ -4,7 +4,7 @@ An estimate is a lower bound of the simulated step, and rarely more than a perce
 through the order of compute that all partitions share (`partition_orders`), and adds the collectives that close a step.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -118,26 +118,32 @@ class _EstimateRun:
 
     def _stage_seconds(self, partitions: OrderedPartitions) -> dict[StageId, tuple[FloatArray, FloatArray]]:
         """Forward and backward of every stage, (n x batches x groups, replicas x microbatches)."""
-        totals: dict[tuple[StageId, ...], tuple[FloatArray, FloatArray]] = {}
+        totals: dict[StageId, tuple[FloatArray, FloatArray]] = {}
         for spans in partitions.spans:
-            times, grid = self._unit_times[spans.unit], self._grids[spans.unit]
-            num_layers = (times.count[spans.last] - times.count[spans.first]).swapaxes(0, 1).astype(np.float64)
-            forward = np.tensordot(num_layers, grid[FORWARD], 1)
-            backward = np.tensordot(num_layers, grid[BACKWARD], 1)
-            if spans.stages in totals:
-                forward = totals[spans.stages][0] + forward
-                backward = totals[spans.stages][1] + backward
-            if self.layer_costs.recompute[spans.unit] == "all":
-                backward = backward + np.tensordot(num_layers, grid[RECOMPUTE], 1)
-            elif spans.recomputed_share is not None:
-                num_recomputed = num_layers * spans.recomputed_share.T[:, :, None]
-                backward = backward + np.tensordot(num_recomputed, grid[RECOMPUTE], 1)
-            totals[spans.stages] = forward, backward
-        return {
-            stage: (_runs_by_microbatch(forward[k]), _runs_by_microbatch(backward[k]))
-            for stages, (forward, backward) in totals.items()
-            for k, stage in enumerate(stages)
-        }
+            for stage, (forward, backward) in self._seconds_of_unit(spans):
+                if stage in totals:
+                    forward, backward = totals[stage][0] + forward, totals[stage][1] + backward
+                totals[stage] = forward, backward
+        return totals
+
+    def _seconds_of_unit(self, spans: LayerSpans) -> Iterator[tuple[StageId, tuple[FloatArray, FloatArray]]]:
+        """Yield what a unit adds to its stages, see `_stage_seconds`.
+
+        Partitions differ in a few stages, so most stages hold layers as others do, and are computed once with them.
+        """
+        times, grid = self._unit_times[spans.unit], self._grids[spans.unit]
+        num_layers = (times.count[spans.last] - times.count[spans.first]).astype(np.float64)  # (n, stages, kinds)
+        computed, seconds = num_layers, grid[BACKWARD]
+        if self.layer_costs.recompute[spans.unit] == "all" or spans.recomputed_share is not None:
+            share = 1.0 if spans.recomputed_share is None else spans.recomputed_share[:, :, None]
+            computed = np.concatenate([num_layers, num_layers * share], axis=2)
+            seconds = np.concatenate([seconds, grid[RECOMPUTE]])
+        alike, of_stages = np.unique(computed.reshape(-1, computed.shape[2]), axis=0, return_inverse=True)
+        forward = np.tensordot(alike[:, : num_layers.shape[2]], grid[FORWARD], 1)
+        backward = np.tensordot(alike, seconds, 1)
+        of_stages = of_stages.reshape(num_layers.shape[:2])
+        for k, stage in enumerate(spans.stages):
+            yield stage, (_runs_by_microbatch(forward[of_stages[:, k]]), _runs_by_microbatch(backward[of_stages[:, k]]))
 
     @cached_property
     def _unit_times(self) -> dict[str, UnitLayerTimes]:
