@@ -1,12 +1,17 @@
 """README and docs state the errors of published runs as the package's file holds them."""
 
+import statistics
+
 import pytest
 
 from mmtrain.costs import preset
 from mmtrain.costs.published_errors import (
+    HIGH_SHARE,
     PublishedError,
     PublishedErrors,
     RunKind,
+    bound_of_share,
+    error_of,
     expected_error,
     published_errors,
 )
@@ -34,6 +39,15 @@ def test_the_page_states_what_the_file_holds(plan: StatedPlan) -> None:
     errors = published_errors()
     assert f"(modelled: {plan.kind.hardware}, {errors.text(plan.kind)})" in " ".join(page.split())
     assert stated(plan, page, errors) == page, "run `python -m scripts.bench_known --half judge --write`"
+
+
+def test_the_page_of_figures_states_all_runs_that_only_judge() -> None:
+    errors = [error_of(run.ratio) for run in published_errors().runs if not run.has_experts]
+    figures = statistics.median(errors), bound_of_share(errors, HIGH_SHARE), max(errors)
+    page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    [row] = [line for line in page.splitlines() if "published runs that only judge, their kernels" in line]
+    assert row.startswith(f"| {len(errors)} published runs")
+    assert f" | {' / '.join(f'{100 * figure:.0f}' for figure in figures)}% | " in row
 
 
 def test_the_tutorial_states_our_own_runs_on_a_core() -> None:
