@@ -37,10 +37,13 @@ def check_image_settings(vision: VisionSettings, image: ImageSettings) -> None:
     """Raise `DataError` if the settings of images do not suit the encoder, whatever the images are."""
     merged_patch = vision.patch * vision.merge
     max_side = vision.patch * vision.max_side
-    if image.scheme == "native" and not merged_patch**2 <= image.max_pixels >= image.min_pixels:
+    frames = vision.temporal_patch if image.pixel_limits == "frames" else 1
+    fewest = frames * merged_patch**2
+    if image.scheme == "native" and not fewest <= image.max_pixels >= image.min_pixels:
+        of_frames = f" in {frames} frames" if frames > 1 else ""
         raise DataError(
             f"data.image.max_pixels is {image.max_pixels}; it must be at least data.image.min_pixels = "
-            f"{image.min_pixels} and one merged patch of {merged_patch} x {merged_patch} = {merged_patch**2} pixels"
+            f"{image.min_pixels} and one merged patch of {merged_patch} x {merged_patch}{of_frames} = {fewest} pixels"
         )
     if image.scheme == "native":
         return
@@ -58,10 +61,12 @@ def read_vision_items(
 ) -> MediumItems:
     """Return the items of an image or video, from its header alone. Raises `BadMediaError`."""
     assert kind in ("image", "video"), kind
-    patch_settings = vision.patch, vision.merge, vision.max_side
+    patch_settings = vision.patch, vision.merge, vision.max_side, vision.temporal_patch
     if kind == "image":
         width, height = read_image_size(media, image.max_source_pixels)
-        _check_aspect(media, width, height, image)
+        is_enlarged = image.pixel_limits == "frames"
+        shown = enlarge_to_patch(width, height, vision.patch * vision.merge) if is_enlarged else (width, height)
+        _check_aspect(media, *shown, image)
         return MediumItems(item_grids(width, height, image, *patch_settings), image_size=(width, height))
     whole = read_video_header(media, image.max_source_pixels)
     header = cut_header(whole, video)
@@ -227,11 +232,14 @@ def count_used_frames(header: VideoHeader, video: VideoSettings, temporal_patch:
 def find_item_tenths(header: VideoHeader, video: VideoSettings, temporal_patch: int) -> tuple[int, ...] | None:
     """Return when the items of a video are shown, in tenths of seconds; None where their text does not say it.
 
-    An item is shown in the middle between its first and its last frame, as `Qwen3VLProcessor` of `transformers` says.
+    An item is shown in the middle between its first and its last frame, as `Qwen3VLProcessor` of `transformers` says;
+    with sampling `seconds`, in the last whole second up to its first frame, as `Glm4vProcessor` says.
     """
-    if video.sampling != "ends":
+    if not video.states_times:
         return None
     frames_s = [frame / header.frames_per_second for frame in _in_patches(header, video, temporal_patch)]
+    if video.sampling == "seconds":
+        return tuple(10 * int(first_s) for first_s in frames_s[::temporal_patch])
     middles_s = [
         (frames_s[first] + frames_s[first + temporal_patch - 1]) / 2
         for first in range(0, len(frames_s), temporal_patch)
@@ -256,6 +264,8 @@ def _sample(header: VideoHeader, video: VideoSettings) -> list[int]:
 
     That of Qwen3-VL takes them from end to end, that of InternVL in the middle of equal parts.
     """
+    if video.sampling == "seconds":
+        return _on_show(header, video)
     wanted = video.max_frames
     if video.fps is not None:
         wanted = int(header.num_frames / header.frames_per_second * video.fps)
@@ -265,6 +275,26 @@ def _sample(header: VideoHeader, video: VideoSettings) -> list[int]:
         return [int(np.float32(length / 2 + part * length)) for part in range(count)]  # as torch.arange computes it
     frames: list[int] = np.linspace(0, header.num_frames - 1, count).round().astype(int).tolist()
     return frames
+
+
+def _on_show(header: VideoHeader, video: VideoSettings) -> list[int]:
+    """Return the frames that `Glm4vVideoProcessor` of `transformers` samples: an even number, of which none is twice.
+
+    Only the last one may be, to make the number even. An upper limit of frames says up to which length of a video they
+    are 1 / `fps` of a second apart.
+    """
+    last, rate = header.num_frames - 1, header.frames_per_second
+    seconds = header.num_frames / rate
+    if video.fps is not None and seconds <= video.max_frames / video.fps:
+        count = max(math.floor(seconds * video.fps), 1)
+        frames = [min(last, math.ceil(number * rate / video.fps)) for number in range(count)]
+    elif video.max_frames >= header.num_frames:
+        frames = list(range(header.num_frames))
+    else:
+        times_s = np.linspace(0, seconds, video.max_frames).tolist()
+        frames = [min(last, math.ceil(time_s * rate)) for time_s in times_s]
+    different = list(dict.fromkeys(frames))
+    return different + different[-1:] * (len(different) % 2)
 
 
 def _in_patches(header: VideoHeader, video: VideoSettings, temporal_patch: int) -> Sequence[int]:
