@@ -131,6 +131,7 @@ class Family:
         `transformers` writes them.
     markups: how its processor writes media into text, for those where that is more than the placeholder that the folder
         names, once for each feature.
+    processor_markups: what holds instead in folders whose processor of videos is of a class named here.
     ignored: suffixes of tensors that may be in a folder and hold nothing to keep (buffers).
     other_blocks: likewise, by the settings of a folder: of blocks that predict further tokens, behind the others.
     other_models: prefixes of the tensors of other models in its folders, which training leaves alone and export copies.
@@ -144,6 +145,7 @@ class Family:
     tiny: Mapping[str, Mapping[str, Any]]
     other_layout: Callable[[FolderSettings], Iterator[ParameterSource]] | None = None
     markups: Markups = field(default_factory=dict)
+    processor_markups: Mapping[str, Markups] = field(default_factory=dict)
     image_processor: Mapping[str, Any] = field(default_factory=dict)
     video_processor: Settings = field(default_factory=dict)
     video_type: str = ""

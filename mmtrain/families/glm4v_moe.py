@@ -1,7 +1,8 @@
 """GLM-4.5V and GLM-4.6V (arXiv 2507.01006), as `Glm4vMoeForConditionalGeneration` of `transformers` computes them.
 
 The LLM is that of `glm4_moe`, with positions in time, row and column. Each frame of a video is written apart, and
-behind it when it is shown; features of images and of videos take the place of one token.
+behind it when it is shown; features of images and of videos take the place of one token. Processors of GLM-4.6V take
+other frames of a video, and write its times with a decimal.
 """
 
 from collections.abc import Iterator
@@ -249,6 +250,12 @@ GLM4V_MOE = Family(
     markups={
         "image": MediaMarkup(_IMAGE, _IMAGE),
         "video": MediaMarkup(_VIDEO, _IMAGE, _START, f"{_END}{SECONDS}", later_prefix=_START, whole_seconds=True),
+    },
+    processor_markups={
+        "Glm46VVideoProcessor": {
+            "image": MediaMarkup(_IMAGE, _IMAGE),
+            "video": MediaMarkup(_VIDEO, _IMAGE, _START, f"{_END}{SECONDS} seconds", later_prefix=_START),
+        }
     },
     video_type="Glm4vVideoProcessor",
     ignored=decoder_buffers,

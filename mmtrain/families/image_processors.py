@@ -267,6 +267,7 @@ _READERS: Mapping[str, Callable[[ConfigSection], Settings]] = {
     "LlavaOnevisionImageProcessor": _pinpoints_of_single_images,
     "Qwen2VLImageProcessor": _native,
     "Glm4vImageProcessor": _native_of_frames,
+    "Glm46VImageProcessor": _native_of_frames,
 }
 
 

@@ -36,6 +36,7 @@ class _Processor:
     pixels_have_keys: bool = False  # it reads `min_pixels` and `max_pixels`
     samples: bool = False  # unless the folder or a call says otherwise
     most_seconds: int | None = None  # up to which it takes `fps` frames of each; its `num_frames` has no effect
+    most_frames: int | None = None  # whatever the folder says, which has no effect on frames
 
 
 _PROCESSORS: Mapping[str, _Processor] = {
@@ -44,6 +45,7 @@ _PROCESSORS: Mapping[str, _Processor] = {
         "ends", _HALF, _HALF, side=None, fps=2.0, frames_have_limits=True, samples=True
     ),
     "Glm4vVideoProcessor": _Processor("seconds", side=None, fps=2.0, samples=True, most_seconds=300),
+    "Glm46VVideoProcessor": _Processor("by_length", side=None, samples=True, most_frames=640),
     "LlavaOnevisionVideoProcessor": _Processor("parts"),
     "InternVLVideoProcessor": _Processor("middles"),
 }
@@ -71,6 +73,8 @@ def frame_keys(kind: str, video: Settings) -> dict[str, Any]:
     None: the key must not be there.
     """
     processor = _PROCESSORS[kind]
+    if processor.most_frames is not None:
+        return {}
     if processor.most_seconds is not None:
         fps = video["fps"]
         return {} if fps is None else {"fps": fps, "max_duration": max(1, int(video["max_frames"] / fps))}
@@ -105,6 +109,9 @@ def _video_settings(config: Mapping[str, Any], where: str, image: Settings, visi
 
 def _frames(section: ConfigSection, processor: _Processor, vision: Settings) -> Settings:
     """Read how many frames are taken. Without a number or a rate, the family's rate or the recipe's number holds."""
+    if processor.most_frames is not None:
+        section.require("do_sample_frames", True, default=True)
+        return {"fps": None, "min_frames": 1, "max_frames": processor.most_frames}
     if processor.most_seconds is not None:
         return _frames_up_to(section, processor.most_seconds, processor.fps)
     if section.value("fps") is not None and section.value("num_frames") is not None:

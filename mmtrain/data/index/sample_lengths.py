@@ -133,8 +133,8 @@ def check_data_settings(recipe: Recipe, tokenizer: SampleTokenizer) -> None:
     if tokenizer.writes_times and not recipe.data.video.states_times:
         raise DataError(
             f"data.video.sampling is {recipe.data.video.sampling}, but {recipe.data.tokenizer} (data.tokenizer) writes "
-            "when each part of a video is shown, which is known of `ends` and `seconds`: leave it out, or set it "
-            "to that of the model's processor"
+            "when each part of a video is shown, which is known of `ends`, `seconds` and `by_length`: leave it "
+            "out, or set it to that of the model's processor"
         )
     for unit, settings in recipe.model.all_encoders.items():
         ITEM_READERS[settings.modality](settings, recipe.data).check_settings()

@@ -275,14 +275,15 @@ class VideoSettings(Section):
         "rounded down to whole patches of `model.vision.temporal_patch` frames with `sampling: parts`. Default: "
         "`max_frames`, however long it is.",
     )
-    sampling: Literal["parts", "middles", "ends", "seconds"] = setting(
+    sampling: Literal["parts", "middles", "ends", "seconds", "by_length"] = setting(
         "parts",
         affects={"plan", "lengths", "steps", "resume"},
         description="`parts`: a video is divided into equal parts, of which each shows its first frame (Qwen2-VL, "
         "LLaVA-OneVision). `middles`: each shows the one in its middle (InternVL). `ends`: frames are evenly spaced "
         "from the first to the last one (Qwen3-VL). `seconds`: those on show at every 1 / `fps` of a second from the "
         "start, as many as an even number of frames; if these are more than `max_frames`, as many at evenly spaced "
-        "times (GLM-4.5V).",
+        "times (GLM-4.5V). `by_length`: as many that a patch of frames lasts 1/3 s in videos of up to 30 s, 1 s in "
+        "those of up to 300 s, and 2 s in longer ones, at most `max_frames`; `fps` stays unset (GLM-4.6V).",
     )
     pixel_limits: Literal["frame", "video"] = setting(
         "frame",
@@ -326,14 +327,18 @@ class VideoSettings(Section):
             problems.append(f"min_frames {self.min_frames} is above max_frames {self.max_frames}")
         if self.min_pixels is not None and self.max_pixels is not None and self.min_pixels > self.max_pixels:
             problems.append(f"min_pixels {self.min_pixels} is above max_pixels {self.max_pixels}")
-        if self.sampling == "seconds" and self.min_frames > 1:
-            problems.append(f"min_frames is {self.min_frames}; allowed with sampling `seconds`: 1, leave it out")
+        if self.sampling in ("seconds", "by_length") and self.min_frames > 1:
+            problems.append(
+                f"min_frames is {self.min_frames}; allowed with sampling `{self.sampling}`: 1, leave it out"
+            )
+        if self.sampling == "by_length" and self.fps is not None:
+            problems.append(f"fps is {self.fps:g}, but sampling `by_length` has rates of its own; set it to null")
         return self._without(problems)
 
     @property
     def states_times(self) -> bool:
         """Return whether it is known when the items of a video are shown."""
-        return self.sampling in ("ends", "seconds")
+        return self.sampling in ("ends", "seconds", "by_length")
 
 
 class AudioDataSettings(Section):
