@@ -188,9 +188,9 @@ def test_frames_and_times_of_glm_are_those_of_its_processors_for_any_length(fami
     processor = SimpleNamespace(fps=2, max_duration=30, temporal_patch_size=FRAMES)
     rng = np.random.default_rng(9)
     lengths_s = []
-    for _ in range(600):
-        rate = float(rng.choice([1.0, 5.0, 12.5, 24000 / 1001, 25, 30000 / 1001, 60]))
-        num_frames = int(rng.integers(1, rng.choice([20, 1000, 20000, 100_000])))
+    for _ in range(300):
+        rate = float(rng.choice([1.0, 12.5, 24000 / 1001, 25, 30000 / 1001, 60]))
+        num_frames = int(rng.integers(1, rng.choice([20, 500, 4000])))
         seconds = num_frames / rate
         if not is_older and int(seconds * 6) == 0:
             continue  # it takes none
