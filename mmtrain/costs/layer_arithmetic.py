@@ -278,7 +278,10 @@ def _layer_activation_bytes(
         case "patch_embed":
             # At most: the places and the weights of neighbors in a grid of positions, which are interpolated.
             numbers = layer.media.patch_features + sum(layer.norm_widths)
-            return t * (element_bytes * numbers + layer.media.position_neighbors * (INDEX_BYTES + FP32_BYTES))
+            in_fp32 = layer.media.position_neighbors * (INDEX_BYTES + FP32_BYTES) + 2 * FP32_BYTES * len(
+                layer.norm_widths
+            )
+            return t * (element_bytes * numbers + in_fp32)
         case "audio_embed":
             # Inputs of both convolutions, three frames side by side, and inputs of their activations.
             return t * (element_bytes * (2 * 3 * layer.media.mel_bins + 2 * h + 3 * h + h) + INDEX_BYTES)
