@@ -5,6 +5,7 @@ from functools import lru_cache
 from itertools import zip_longest
 
 from mmtrain.costs import layer_arithmetic as analytic
+from mmtrain.costs import merger_arithmetic, resampler_arithmetic
 from mmtrain.costs.block_arithmetic import Gemm, joins_attention_output, mixer_arithmetic, mlp_arithmetic
 from mmtrain.costs.block_pieces import (
     ADD,
@@ -28,7 +29,6 @@ from mmtrain.costs.framework import OWN_RUNTIME, Execution
 from mmtrain.costs.gradient_reduction import BYTES_PER_GRADIENT
 from mmtrain.costs.hardware import ELEMENT_BYTES, Hardware, Precision
 from mmtrain.costs.offload_costs import offloaded_bytes, offloaded_seconds
-from mmtrain.costs.resampler_arithmetic import reduced_elements
 from mmtrain.models.shapes.layer_shape import Attention
 from mmtrain.models.shapes.model_shape import BLOCK_KINDS, MLP_CHUNK_TOKENS, LayerShape, adaptable_linears, num_pieces
 
@@ -42,6 +42,7 @@ FORWARD_KERNELS = {
     "decoder_block": 20,
     "projector": 10,
     "resampler": 20,
+    "merger": 18,
     "embedding": 3,
     "head": 10,
     "context_projector": 2,
@@ -55,7 +56,7 @@ FORWARD_KERNELS = {
     "dit_block": 36,
     "dit_out": 6,
 }
-_ROW_PARALLEL = ("linear_proj", "linear_fc2", "linear_2", "linear")  # linears that split their inputs
+_ROW_PARALLEL = ("proj", "linear_fc2", "linear_2", "linear")  # linears that split their inputs
 ADAPTER_KERNELS = 4  # of one adapter in forward: two GEMMs, the scale, the addition
 # All-reduces that tensor parallelism adds to forward, and to the input gradients of backward (Megatron-LM, arXiv
 # 1909.08053). Layers of a U-Net are not split.
@@ -66,6 +67,7 @@ TP_ALL_REDUCES = {
     "decoder_block": (2, 2),
     "projector": (1, 1),
     "resampler": (1, 1),  # several tensors together: see `resampler_arithmetic.reduced_elements`
+    "merger": (1, 1),  # as those of a resampler
     "embedding": (1, 0),
     "head": (0, 1),
     "dit_block": (3, 3),
@@ -502,7 +504,10 @@ class AnalyticCosts:
         if layer.kind == "head":
             rows, width = load.num_targets, layer.hidden
         if layer.kind == "resampler":
-            rows, width = reduced_elements(layer, load, direction), 1
+            rows, width = resampler_arithmetic.reduced_elements(layer, load, direction), 1
+        if layer.kind == "merger":
+            features = analytic.feature_rows(layer, load)
+            rows, width = merger_arithmetic.reduced_elements(layer, features, direction), 1
         nbytes = rows * width * self.element_bytes
         if layer.kind in BLOCK_KINDS:
             nbytes = round(self.tp_traffic * nbytes)

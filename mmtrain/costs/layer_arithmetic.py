@@ -19,6 +19,7 @@ from functools import lru_cache
 from itertools import zip_longest
 
 from mmtrain.costs import generator_arithmetic as diffusion
+from mmtrain.costs import merger_arithmetic as merger
 from mmtrain.costs import resampler_arithmetic as resampler
 from mmtrain.costs.block_arithmetic import (
     FP32_BYTES,
@@ -41,7 +42,7 @@ from mmtrain.models.shapes.model_shape import (
 )
 
 # Kinds of layers without a trainable norm between their input and their first GEMM.
-READS_INPUT_RAW = ("patch_embed", "audio_embed", "projector", "resampler", "context_projector")
+READS_INPUT_RAW = ("patch_embed", "audio_embed", "projector", "resampler", "merger", "context_projector")
 
 
 def gemms(layer: LayerShape, load: TokenLoad, tp: int = 1) -> tuple[Gemm, ...]:
@@ -66,6 +67,8 @@ def gemms(layer: LayerShape, load: TokenLoad, tp: int = 1) -> tuple[Gemm, ...]:
             return (first,) * num_projectors + (second,) * num_projectors
         case "resampler":
             return resampler.gemms(layer, load, tp)
+        case "merger":
+            return merger.gemms(layer, feature_rows(layer, load), tp)
         case "embedding":
             return ()
         case "head":
@@ -245,6 +248,8 @@ def _num_weights(layer: LayerShape, tp: int) -> int:
             return of_each * (1 + layer.carried_in) + whole
         case "resampler":
             return resampler.num_parameters(layer, tp) + extra
+        case "merger":
+            return merger.num_parameters(layer, tp) + extra + int(layer.projector.newline) * layer.out
         case "embedding":
             return layer.vocab * h // tp + layer.queries * h
         case "head":
@@ -271,9 +276,12 @@ def _layer_activation_bytes(
     t, h = load.tokens, layer.hidden
     match layer.kind:
         case "patch_embed":
-            # At most: the places and the weights of four corners of a grid of positions, which are interpolated.
+            # At most: the places and the weights of neighbors in a grid of positions, which are interpolated.
             numbers = layer.media.patch_features + sum(layer.norm_widths)
-            return t * (element_bytes * numbers + 4 * (INDEX_BYTES + FP32_BYTES))
+            in_fp32 = layer.media.position_neighbors * (INDEX_BYTES + FP32_BYTES) + 2 * FP32_BYTES * len(
+                layer.norm_widths
+            )
+            return t * (element_bytes * numbers + in_fp32)
         case "audio_embed":
             # Inputs of both convolutions, three frames side by side, and inputs of their activations.
             return t * (element_bytes * (2 * 3 * layer.media.mel_bins + 2 * h + 3 * h + h) + INDEX_BYTES)
@@ -295,6 +303,8 @@ def _layer_activation_bytes(
             return element_bytes * (inputs + inner) + statistics + 2 * INDEX_BYTES * t * (1 + layer.carried_in)
         case "resampler":
             return resampler.saved_bytes(layer, load, element_bytes, tp, sorts_sequences)
+        case "merger":
+            return merger.saved_bytes(layer, load, feature_rows(layer, load), element_bytes, tp)
         case "embedding":
             return INDEX_BYTES * t
         case "head":
@@ -389,7 +399,7 @@ def elementwise_elements(layer: LayerShape, load: TokenLoad, tp: int = 1) -> int
     t, h = load.tokens, layer.hidden
     match layer.kind:
         case "patch_embed":
-            return 4 * t * h
+            return layer.media.position_neighbors * t * h
         case "audio_embed":
             return t * (12 * layer.media.mel_bins + 14 * h)
         case "vit_block" | "decoder_block":
@@ -405,6 +415,8 @@ def elementwise_elements(layer: LayerShape, load: TokenLoad, tp: int = 1) -> int
             return of_each * (1 + layer.carried_in) + joins
         case "resampler":
             return resampler.elementwise_elements(layer, load, tp)
+        case "merger":
+            return merger.elementwise_elements(layer, load, feature_rows(layer, load), tp)
         case "embedding":
             return 2 * t * layer.out_width
         case "head":

@@ -49,7 +49,8 @@ class MediaMarkup:
 
     InternVL writes each frame of a video apart. Then all of this is the first one, and before the features of later
     ones, which also have the suffix, comes `later_prefix` with their number in the place of `{number}`. Qwen3-VL
-    writes when an item is shown: seconds, with one decimal, in the place of `{seconds}` in both prefixes.
+    writes when an item is shown: seconds, with one decimal, in the place of `{seconds}` in both prefixes. GLM-4.5V does
+    so behind each item, in whole seconds.
     """
 
     placeholder: str
@@ -57,11 +58,16 @@ class MediaMarkup:
     prefix: str = ""
     suffix: str = ""
     later_prefix: str | None = None
+    whole_seconds: bool = False
 
     @property
     def writes_times(self) -> bool:
         """Whether the text of an item says when it is shown."""
-        return SECONDS in self.prefix
+        return SECONDS in self.expansion
+
+    def seconds(self, tenths: int) -> str:
+        """Return what is written for a time in tenths of seconds."""
+        return str(tenths // 10) if self.whole_seconds else f"{tenths / 10:.1f}"
 
     @property
     def expansion(self) -> str:
@@ -71,8 +77,8 @@ class MediaMarkup:
     def later_item(self, number: int, seconds: str) -> str:
         """Return what stands for one of the later items of a medium, with one feature; `number` counts from 1."""
         assert self.later_prefix is not None
-        prefix = self.later_prefix.replace("{number}", str(number)).replace(SECONDS, seconds)
-        return f"{prefix}{self.feature_token}{self.suffix}"
+        prefix = self.later_prefix.replace("{number}", str(number))
+        return f"{prefix}{self.feature_token}{self.suffix}".replace(SECONDS, seconds)
 
 
 # By kind of media: image, video, audio. None for a kind that is written in a way which is not supported yet.
@@ -125,6 +131,7 @@ class Family:
         `transformers` writes them.
     markups: how its processor writes media into text, for those where that is more than the placeholder that the folder
         names, once for each feature.
+    processor_markups: what holds instead in folders whose processor of videos is of a class named here.
     ignored: suffixes of tensors that may be in a folder and hold nothing to keep (buffers).
     other_blocks: likewise, by the settings of a folder: of blocks that predict further tokens, behind the others.
     other_models: prefixes of the tensors of other models in its folders, which training leaves alone and export copies.
@@ -138,6 +145,7 @@ class Family:
     tiny: Mapping[str, Mapping[str, Any]]
     other_layout: Callable[[FolderSettings], Iterator[ParameterSource]] | None = None
     markups: Markups = field(default_factory=dict)
+    processor_markups: Mapping[str, Markups] = field(default_factory=dict)
     image_processor: Mapping[str, Any] = field(default_factory=dict)
     video_processor: Settings = field(default_factory=dict)
     video_type: str = ""

@@ -4,6 +4,8 @@ Half of the features of a head turn by position. Folders of the hub hold further
 which predict further tokens; as in `transformers`, they are not trained.
 """
 
+from collections.abc import Mapping
+
 from mmtrain.families.config_section import ConfigSection
 from mmtrain.families.decoders import (
     PLAIN_MIXTURE,
@@ -15,7 +17,7 @@ from mmtrain.families.decoders import (
 from mmtrain.families.family import Family, FolderSettings, Settings, tiny_decoder
 from mmtrain.families.rotary import rotary_settings, stated_rotary
 
-_DEFAULTS = {
+DEFAULTS = {
     "hidden_size": 4096,
     "intermediate_size": 10944,
     "num_hidden_layers": 46,
@@ -26,7 +28,7 @@ _DEFAULTS = {
 }
 _TURNING_SHARE = 0.5  # `partial_rotary_factor`
 _ARCHITECTURE = "Glm4MoeForCausalLM"
-_TINY = tiny_decoder(
+TINY_DECODER = tiny_decoder(
     model_type="glm4_moe",
     head_dim=32,
     rope_theta=1e6,
@@ -45,14 +47,19 @@ _TINY = tiny_decoder(
 )
 
 
-def glm4_moe_settings(config: ConfigSection) -> Settings:
-    """Return the settings of the LLM."""
+def glm4_moe_settings(
+    config: ConfigSection, defaults: Mapping[str, float] = DEFAULTS, qkv_bias: bool = False
+) -> Settings:
+    """Return the settings of the LLM.
+
+    defaults, qkv_bias: what the config's class assumes for keys that are missing, and for `attention_bias`.
+    """
     rotary = rotary_settings(config, 10000.0, turns_all=False)
     llm = decoder_settings(
         config,
-        _DEFAULTS,
+        defaults,
         rotary,
-        qkv_bias=config.flag("attention_bias", False),
+        qkv_bias=config.flag("attention_bias", qkv_bias),
         qk_norm=config.flag("use_qk_norm", False),
     )
     for key in ("num_nextn_predict_layers", "num_mtp_layers"):  # of blocks that are not trained
@@ -108,7 +115,7 @@ GLM4_MOE = Family(
     (_ARCHITECTURE,),
     lambda config: FolderSettings({"llm": glm4_moe_settings(config)}),
     decoder_weights,
-    {"config.json": {"architectures": [_ARCHITECTURE], **_TINY}},
+    {"config.json": {"architectures": [_ARCHITECTURE], **TINY_DECODER}},
     ignored=decoder_buffers,
     other_blocks=_further_blocks,
 )

@@ -199,9 +199,25 @@ def _native(section: ConfigSection) -> Settings:
         section.value(key)
     limits = {
         "scheme": "native",
+        "pixel_limits": "image",
         "min_pixels": pixel_limit(section, "min_pixels", "shortest_edge", 56 * 56),
         "max_pixels": pixel_limit(section, "max_pixels", "longest_edge", 28 * 28 * 1280),
     }
+    return {**limits, **_normalization(section, MEAN, STD)}
+
+
+def _native_of_frames(section: ConfigSection) -> Settings:
+    """Keep the aspect ratio, within limits that count the frames of a patch."""
+    for key in ("merge_size", "temporal_patch_size"):
+        section.value(key)
+    size, is_stated = section.section("size"), section.value("size") is not None
+    limits = {
+        "scheme": "native",
+        "pixel_limits": "frames",
+        "min_pixels": size.integer("shortest_edge", None if is_stated else 112 * 112),
+        "max_pixels": size.integer("longest_edge", None if is_stated else 28 * 28 * 15000),
+    }
+    size.finish()
     return {**limits, **_normalization(section, MEAN, STD)}
 
 
@@ -250,6 +266,8 @@ _READERS: Mapping[str, Callable[[ConfigSection], Settings]] = {
     "LlavaNextImageProcessor": _pinpoints,
     "LlavaOnevisionImageProcessor": _pinpoints_of_single_images,
     "Qwen2VLImageProcessor": _native,
+    "Glm4vImageProcessor": _native_of_frames,
+    "Glm46VImageProcessor": _native_of_frames,
 }
 
 

@@ -13,6 +13,7 @@ from mmtrain.families.gemma3 import GEMMA3
 from mmtrain.families.gemma3_text import GEMMA3_TEXT
 from mmtrain.families.generators import PIXART, UNET, VAE
 from mmtrain.families.glm4_moe import GLM4_MOE
+from mmtrain.families.glm4v_moe import GLM4V_MOE
 from mmtrain.families.image_processors import image_processor_settings
 from mmtrain.families.internvl import INTERNVL
 from mmtrain.families.llava import LLAVA
@@ -32,6 +33,7 @@ FAMILIES: dict[str, Family] = {
         GEMMA3,
         GEMMA3_TEXT,
         GLM4_MOE,
+        GLM4V_MOE,
         INTERNVL,
         LLAMA,
         LLAVA,

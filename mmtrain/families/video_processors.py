@@ -35,6 +35,8 @@ class _Processor:
     frames_have_limits: bool = False  # it reads `min_frames` and `max_frames`
     pixels_have_keys: bool = False  # it reads `min_pixels` and `max_pixels`
     samples: bool = False  # unless the folder or a call says otherwise
+    most_seconds: int | None = None  # up to which it takes `fps` frames of each; its `num_frames` has no effect
+    most_frames: int | None = None  # whatever the folder says, which has no effect on frames
 
 
 _PROCESSORS: Mapping[str, _Processor] = {
@@ -42,6 +44,8 @@ _PROCESSORS: Mapping[str, _Processor] = {
     "Qwen3VLVideoProcessor": _Processor(
         "ends", _HALF, _HALF, side=None, fps=2.0, frames_have_limits=True, samples=True
     ),
+    "Glm4vVideoProcessor": _Processor("seconds", side=None, fps=2.0, samples=True, most_seconds=300),
+    "Glm46VVideoProcessor": _Processor("by_length", side=None, samples=True, most_frames=640),
     "LlavaOnevisionVideoProcessor": _Processor("parts"),
     "InternVLVideoProcessor": _Processor("middles"),
 }
@@ -69,6 +73,11 @@ def frame_keys(kind: str, video: Settings) -> dict[str, Any]:
     None: the key must not be there.
     """
     processor = _PROCESSORS[kind]
+    if processor.most_frames is not None:
+        return {}
+    if processor.most_seconds is not None:
+        fps = video["fps"]
+        return {} if fps is None else {"fps": fps, "max_duration": max(1, int(video["max_frames"] / fps))}
     if video["fps"] is None and processor.fps is None:
         return {"num_frames": video["max_frames"], "fps": None, "min_frames": None, "max_frames": None}
     sampled = {"do_sample_frames": True} if processor.samples else {}
@@ -100,6 +109,11 @@ def _video_settings(config: Mapping[str, Any], where: str, image: Settings, visi
 
 def _frames(section: ConfigSection, processor: _Processor, vision: Settings) -> Settings:
     """Read how many frames are taken. Without a number or a rate, the family's rate or the recipe's number holds."""
+    if processor.most_frames is not None:
+        section.require("do_sample_frames", True, default=True)
+        return {"fps": None, "min_frames": 1, "max_frames": processor.most_frames}
+    if processor.most_seconds is not None:
+        return _frames_up_to(section, processor.most_seconds, processor.fps)
     if section.value("fps") is not None and section.value("num_frames") is not None:
         section.reject("num_frames", "excludes fps, as in the processor; leave one of the two out")
     if processor.sampling == "middles":
@@ -117,6 +131,15 @@ def _frames(section: ConfigSection, processor: _Processor, vision: Settings) -> 
         return _frame_limits(section) if processor.frames_have_limits else {}
     limits = _frame_limits(section) if processor.frames_have_limits else {"max_frames": _EVERY_FRAME}
     return {"fps": rate, **limits}
+
+
+def _frames_up_to(section: ConfigSection, most_seconds: int, assumed_fps: float | None) -> Settings:
+    """Read the frames of a second, and up to which length of a video they are taken: a longer one has no more."""
+    section.require("do_sample_frames", True, default=True)
+    fps, seconds = section.number("fps", assumed_fps), section.integer("max_duration", most_seconds)
+    if seconds * fps % 1:
+        section.reject("max_duration", f"{seconds} is not supported yet; supported: whole frames at fps {fps:g}")
+    return {"fps": fps, "min_frames": 1, "max_frames": max(1, int(seconds * fps))}
 
 
 def _frame_limits(section: ConfigSection) -> Settings:

@@ -131,6 +131,21 @@ def flattened(name: str, tensor: str, shape: Sequence[int]) -> ParameterSource:
     return ParameterSource(name, (Block(tensor, _whole(shape), _whole((shape[0], math.prod(shape[1:])))),))
 
 
+def convolution_of_squares(name: str, tensor: str, kernel: tuple[int, int, int]) -> ParameterSource:
+    """Return the linear form of a convolution whose kernel is a square of tokens that are merged side by side.
+
+    kernel: (outputs, inputs, side); the tensor is (outputs, inputs, side, side), and inputs of a row or a column of the
+    square are neighbors in our matrix, (outputs, side * side * inputs).
+    """
+    outputs, inputs, side = kernel
+    blocks = []
+    for place in range(side**2):
+        row, col = divmod(place, side)
+        tensor_box = (*_whole((outputs, inputs)), (row, row + 1), (col, col + 1))
+        blocks.append(Block(tensor, tensor_box, ((0, outputs), (place * inputs, (place + 1) * inputs))))
+    return ParameterSource(name, tuple(blocks))
+
+
 def without_leading_ones(name: str, tensor: str, shape: Sequence[int]) -> ParameterSource:
     """Return a parameter of this shape whose tensor has dimensions of size 1 before it, so that it has three."""
     num_leading = 3 - len(shape)

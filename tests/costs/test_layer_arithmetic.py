@@ -19,6 +19,7 @@ from mmtrain.models.shapes.model_shape import LayerShape, ModelShape
 from mmtrain.recipe.settings.model_settings import ModelSettings
 from tests.models.factory import (
     DEEPSTACK,
+    MERGED,
     POOLED,
     RESAMPLED,
     SCALED,
@@ -59,6 +60,7 @@ MODELS = {
     "normalized outputs": settings(llm={"post_norms": True, "zero_centered_norms": True, "mlp": "geglu"}),
     "normalized heads": settings(llm={"qk_norm": True, "head_dim": 16}),
     "pooled": settings(vision=POOLED),
+    "merged": settings(vision=MERGED),
     "resampled": settings(vision=RESAMPLED),
     "resampled, raw tokens": settings(vision=RESAMPLED | {"freeze": True, "post_norm": False}),
     "experts": settings(llm={"moe": {"experts": 5, "top_k": 2, "ffn": 24, "dense_blocks": (1,)}}),

@@ -26,6 +26,7 @@ from mmtrain.models.stage.stage_module import StageModule
 from tests.distributed import run_ranks
 from tests.models.factory import (
     DEEPSTACK,
+    MERGED,
     POOLED,
     RESAMPLED,
     SCALED,
@@ -186,6 +187,7 @@ GROUPED: dict[str, Any] = {
         ("vision", SCALED),
         ("vision", {"deepstack": (0, 1), "projector": {"ffn": 128}}),
         ("vision", POOLED),
+        ("vision", MERGED),
         ("vision", RESAMPLED | {"class_token": False}),
         ("vision", RESAMPLED | {"class_token": False, "projector": {"kind": "resampler", "queries": 8, "norm": True}}),
         ("audio", {}),
@@ -236,6 +238,7 @@ def test_activation_bytes_are_those_that_autograd_saves(unit: str, more: dict[st
         {"class_token": True, "positions": "grid", "pre_norm": True},
         {"class_token": False, "positions": "rotary", "position_grid": 4},
         WINDOWED | {"window": 4},
+        MERGED,
     ],
 )
 def test_an_embedding_of_patches_keeps_its_patches_and_no_tokens(more: dict[str, Any]) -> None:

@@ -69,6 +69,31 @@ INTERNVL = (
     .replace("<|vision_start|><|video_pad|><|vision_end|>", "<video>\\n")
     .replace("Be helpful.", "You see pictures.")
 )
+# Turns begin with their role; an end token closes answers.
+GLM4V = """[gMASK]<sop>
+{%- for message in messages -%}
+    {{- '\\n<|' + message.role + '|>' -}}
+    {%- if message.role == 'assistant' -%}
+        {{- '\\n' -}}{#START#}{{- message.content + '<|endoftext|>' -}}{#END#}
+        {%- continue -%}
+    {%- endif -%}
+    {{- '\\n' -}}
+    {%- if message.content is string -%}
+        {{- message.content -}}
+    {%- else -%}
+        {%- for part in message.content -%}
+            {%- if part.type == 'image' -%}
+                {{- '<|begin_of_image|><|image|><|end_of_image|>' -}}
+            {%- elif part.type == 'video' -%}
+                {{- '<|begin_of_video|><|video|><|end_of_video|>' -}}
+            {%- else -%}
+                {{- part.text -}}
+            {%- endif -%}
+        {%- endfor -%}
+    {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '\\n<|assistant|>\\n' -}}{%- endif -%}
+"""
 # Thoughts are shown in the last answer only, so that earlier answers change when later turns come.
 THINKING = """
 {%- set ns = namespace(last_question=-1) -%}
@@ -284,6 +309,24 @@ def write_like_qwen3_vl(kind: MediaKind, features: MediumFeatures) -> str:
     return str(Qwen3VLProcessor.replace_video_token(processor, inputs, 0))
 
 
+def write_like_glm4v(kind: MediaKind, features: MediumFeatures) -> str:
+    """Return what the processor of GLM-4.5V writes for a medium. It cannot be made without torchvision."""
+    from transformers.models.glm4v.processing_glm4v import Glm4vProcessor
+
+    sides = SimpleNamespace(merge_size=1)
+    processor: Any = SimpleNamespace(image_token="<|image|>", image_processor=sides, video_processor=sides)
+    processor.replace_frame_token_id = lambda *args, **kwargs: Glm4vProcessor.replace_frame_token_id(
+        processor, *args, **kwargs
+    )
+    if isinstance(features, int):
+        return str(Glm4vProcessor.replace_image_token(processor, {"image_grid_thw": [np.array([1, 1, features])]}, 0))
+    assert isinstance(features, TimedItems)
+    grid = np.array([len(features.features), 1, features.features[0]])
+    seconds = [tenth / 10 for tenth in features.tenths for _ in range(2)]
+    inputs = {"video_grid_thw": [grid], "video_metadata": [SimpleNamespace(fps=24, timestamps=seconds)]}
+    return str(Glm4vProcessor.replace_video_token(processor, inputs, 0))
+
+
 def byte_level(
     pattern: str | None, normalizer: normalizers.Normalizer | None = None
 ) -> Callable[[list[str]], Tokenizer]:
@@ -366,6 +409,20 @@ FAMILIES: dict[str, Family] = {
         markups=MODEL_FAMILIES["qwen3_vl"].markups,
         write=write_like_qwen3_vl,
         placeholders={"<|image_pad|>": "image", "<|video_pad|>": "video"},
+    ),
+    "glm4v": Family(
+        GLM4V,
+        byte_level(token_counter._LLAMA3_PATTERN),
+        (
+            *("<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|image|>", "<|video|>"),
+            *("<|begin_of_image|>", "<|end_of_image|>", "<|begin_of_video|>", "<|end_of_video|>"),
+        ),
+        {"eos_token": "<|endoftext|>"},
+        media=("image", "video"),
+        answers_end_with="<|endoftext|>",
+        markups=MODEL_FAMILIES["glm4v_moe"].markups,
+        write=write_like_glm4v,
+        placeholders={"<|image|>": "image", "<|video|>": "video"},
     ),
     "internvl": Family(
         INTERNVL,

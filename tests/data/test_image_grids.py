@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from mmtrain.data.media.image_grids import (
     MAX_ASPECT,
     best_canvas,
+    enlarge_to_patch,
     frame_grid,
     item_grids,
     native_grid,
@@ -75,6 +76,19 @@ def _native_differences(num_sizes: int, seed: int) -> int:
 
 def test_native_grids_are_those_of_qwen_for_any_size_and_limits() -> None:
     assert _native_differences(5000, seed=1) == 0
+
+
+def test_grids_within_limits_of_frames_are_those_of_glm_for_any_size_and_limits() -> None:
+    rng = random.Random(4)
+    for _ in range(3000):
+        width, height = _drawn_size(rng)
+        low, high = _drawn_limits(rng, 28)
+        if max(enlarge_to_patch(width, height, 28)) > MAX_ASPECT * min(enlarge_to_patch(width, height, 28)):
+            continue
+        image = ImageSettings(min_pixels=low, max_pixels=2 * high, pixel_limits="frames")
+        expected = _processor("glm4v").smart_resize(2, height, width, 2, 28, low, 2 * high)
+        rows, cols = frame_grid(width, height, image, patch=14, merge=2, temporal_patch=2)
+        assert (14 * rows, 14 * cols) == expected, (width, height, low, high)
 
 
 @pytest.mark.slow

@@ -177,6 +177,39 @@ def test_frames_from_end_to_end_are_those_of_the_processor_for_any_size_and_leng
     assert {2, 3, 4, 96} <= set(counts)
 
 
+@pytest.mark.parametrize("family", ["glm4v", "glm46v"])
+def test_frames_and_times_of_glm_are_those_of_its_processors_for_any_length(family: str) -> None:
+    """Videos of GLM-4.5V reach its longest one; those of GLM-4.6V have each of its rates, and none."""
+    sample_frames = _method_of_transformers("sample_frames", family)
+    is_older = family == "glm4v"
+    video = VideoSettings(fps=2.0, max_frames=60, sampling="seconds")
+    if not is_older:
+        video = VideoSettings(max_frames=640, sampling="by_length")
+    processor = SimpleNamespace(fps=2, max_duration=30, temporal_patch_size=FRAMES)
+    rng = np.random.default_rng(9)
+    lengths_s = []
+    for _ in range(300):
+        rate = float(rng.choice([1.0, 12.5, 24000 / 1001, 25, 30000 / 1001, 60]))
+        num_frames = int(rng.integers(1, rng.choice([20, 500, 4000])))
+        seconds = num_frames / rate
+        if not is_older and int(seconds * 6) == 0:
+            continue  # it takes none
+        lengths_s.append(seconds)
+        metadata = SimpleNamespace(total_num_frames=num_frames, fps=rate, duration=seconds)
+        expected = sample_frames(processor, metadata).tolist()
+        header = VideoHeader(64, 48, num_frames, rate)
+        assert list(frame_choice(video, 0, FRAMES)(header)) == expected
+        assert count_used_frames(header, video, FRAMES) == len(expected)
+        tenths = find_item_tenths(header, video, FRAMES)
+        assert tenths is not None
+        shown_s = [frame / rate for frame in expected[::FRAMES]]
+        if is_older:
+            assert [tenth / 10 for tenth in tenths] == [int(time_s) for time_s in shown_s]
+        else:
+            assert [f"{tenth / 10:.1f}" for tenth in tenths] == [f"{time_s:.1f}" for time_s in shown_s]
+    assert min(lengths_s) < 1 < 300 < 2400 < max(lengths_s)
+
+
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl"])
 @pytest.mark.parametrize(("width", "height"), [(160, 120), (90, 320), (48, 40)])
 def test_pixels_of_frames_equal_those_of_the_processor(tmp_path: Path, width: int, height: int, family: str) -> None:
@@ -270,3 +303,7 @@ def test_limits_of_frames_must_be_in_order() -> None:
         VideoSettings(min_frames=9)
     with pytest.raises(ValueError, match="min_pixels 90 is above max_pixels 80"):
         VideoSettings(min_pixels=90, max_pixels=80)
+    with pytest.raises(ValueError, match="min_frames is 4; allowed with sampling `seconds`: 1, leave it out"):
+        VideoSettings(sampling="seconds", min_frames=4)
+    with pytest.raises(ValueError, match="fps is 2, but sampling `by_length` has rates of its own; set it to null"):
+        VideoSettings(sampling="by_length", fps=2)

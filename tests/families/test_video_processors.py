@@ -9,9 +9,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from mmtrain.data.formats.sample import Sample, Turn
 from mmtrain.data.media.media_bytes import FileMedia
 from mmtrain.data.media.video import VideoHeader
 from mmtrain.data.media.vision_items import VisionItemDecoder, count_used_frames, frame_choice, read_vision_items
+from mmtrain.data.synthetic.tiny_tokenizer import write_tiny_tokenizer
+from mmtrain.data.text.load_tokenizer import load_tokenizer
+from mmtrain.data.text.sample_tokenizer import TimedItems
 from mmtrain.errors import ModelFolderError
 from mmtrain.families.model_folder import ModelFolder, read_model_folder
 from mmtrain.families.registry import FAMILIES
@@ -25,10 +29,11 @@ CLASSES = {
     "qwen2_vl": "Qwen2VLVideoProcessor",
     "qwen2_5_vl": "Qwen2VLVideoProcessor",
     "qwen3_vl": "Qwen3VLVideoProcessor",
+    "glm4v_moe": "Glm4vVideoProcessor",
     "llava_onevision": "LlavaOnevisionVideoProcessor",
     "internvl": "InternVLVideoProcessor",
 }
-NATIVE = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+NATIVE = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v_moe")
 LIMITS = {"size": {"shortest_edge": 2048, "longest_edge": 8192}}  # of frames, or of videos; far below the defaults
 EVERY_FRAME = 1 << 20
 
@@ -71,6 +76,8 @@ def _video(path: Path, family: str, changes: Config) -> VideoSettings:
         ("qwen3_vl", {"fps": 0.5, "min_frames": 2, "max_frames": 9}, (0.5, 2, 9)),
         ("qwen3_vl", {"do_sample_frames": True}, (2.0, 4, 16)),
         ("qwen3_vl", {"do_sample_frames": False, "fps": 3}, (None, 1, EVERY_FRAME)),
+        ("glm4v_moe", {}, (2.0, 1, 600)),
+        ("glm4v_moe", {"fps": 3, "max_duration": 10, "num_frames": 16}, (3.0, 1, 30)),  # a number has no effect
         ("llava_onevision", {}, (None, 1, 8)),
         ("llava_onevision", {"num_frames": 5, "do_sample_frames": True}, (None, 1, 5)),
         ("llava_onevision", {"fps": 2, "max_frames": 3}, (2.0, 1, EVERY_FRAME)),  # it knows no such limit
@@ -84,7 +91,22 @@ def test_frames_are_taken_as_the_folder_says(
 ) -> None:
     video = _video(tmp_path, family, changes)
     assert (video.fps, video.min_frames, video.max_frames) == expected
-    assert video.sampling == {"qwen3_vl": "ends", "internvl": "middles"}.get(family, "parts")
+    samplings = {"qwen3_vl": "ends", "internvl": "middles", "glm4v_moe": "seconds"}
+    assert video.sampling == samplings.get(family, "parts")
+
+
+def test_glm_4_6v_takes_frames_by_the_length_of_a_video_and_writes_decimals(tmp_path: Path) -> None:
+    changes = {"video_processor_type": "Glm46VVideoProcessor", "num_frames": 16}
+    video = _video(tmp_path, "glm4v_moe", changes)
+    assert (video.sampling, video.fps, video.max_frames, video.pixel_limits) == ("by_length", None, 640, "video")
+    write_tiny_tokenizer(tmp_path, ["What is this?"], FAMILIES["glm4v_moe"])
+    features = {"vision": [TimedItems((1, 1), (0, 13))]}
+    turns = (Turn("user", "<video>:"), Turn("assistant", "This."))
+    sample = Sample("s", "f.json", 0, turns, (), videos=(FileMedia("a.mp4"),))
+    for kind, times in (("Glm46VVideoProcessor", "0.0 seconds1.3 seconds:"), ("Glm4vVideoProcessor", "01:")):
+        _folder(tmp_path, "glm4v_moe", {"video_processor_type": kind})
+        tokenizer = load_tokenizer(tmp_path)
+        assert times in tokenizer.decode(tokenizer.encode(sample, features).ids)
 
 
 def test_without_sampling_qwen3_vl_shows_every_frame(tmp_path: Path) -> None:
@@ -100,7 +122,7 @@ def test_limits_of_pixels_are_those_that_the_class_reads(tmp_path: Path, family:
     assert (video.min_pixels, video.max_pixels) == ((2048, 8192) if family in NATIVE else (None, None))
     if family in NATIVE:
         older = _video(tmp_path, family, {**LIMITS, "min_pixels": 1024, "max_pixels": None})
-        assert older.min_pixels == (2048 if family == "qwen3_vl" else 1024)
+        assert older.min_pixels == (2048 if family in ("qwen3_vl", "glm4v_moe") else 1024)
 
 
 @pytest.mark.parametrize("family", CLASSES)
@@ -133,6 +155,8 @@ def test_the_file_of_all_processors_comes_first_and_null_is_absence(tmp_path: Pa
     ],
 )
 def test_what_a_processor_does_otherwise_is_refused(tmp_path: Path, family: str, changes: Config, message: str) -> None:
+    if family == "glm4v_moe" and "num_frames" in changes:
+        return  # its class does not read this number
     with pytest.raises(ModelFolderError) as refused:
         _video(tmp_path, family, changes)
     assert message in str(refused.value)
@@ -154,6 +178,8 @@ def test_what_a_processor_does_otherwise_is_refused(tmp_path: Path, family: str,
         ),
         ("internvl", {"size": {"height": 32, "width": 64}}, "size.width: 64 is not"),
         ("internvl", {"initial_shift": 0.5}, "initial_shift: 0.5 is not"),
+        ("glm4v_moe", {"do_sample_frames": False}, "do_sample_frames: false is not"),
+        ("glm4v_moe", {"fps": 0.7, "max_duration": 5}, "max_duration: 5 is not supported yet; supported: whole frames"),
     ],
 )
 def test_what_is_special_to_a_class_is_refused(tmp_path: Path, family: str, changes: Config, message: str) -> None:
@@ -169,6 +195,9 @@ FRAMES_OF_CLASSES: list[tuple[str, Config]] = [
     ("qwen3_vl", {**LIMITS, "fps": 3}),
     ("qwen3_vl", {"size": {"shortest_edge": 16384, "longest_edge": 16384}, "fps": 1, "min_frames": 3}),
     ("qwen3_vl", {**LIMITS, "do_sample_frames": False}),
+    ("glm4v_moe", {**LIMITS, "fps": 3}),
+    ("glm4v_moe", {**LIMITS, "max_duration": 1, "fps": 5}),
+    ("glm4v_moe", {**LIMITS, "video_processor_type": "Glm46VVideoProcessor"}),
     ("llava_onevision", {"num_frames": 5}),
     ("llava_onevision", {"fps": 2}),
     ("internvl", {"num_frames": 5}),
@@ -193,8 +222,9 @@ def test_pixels_of_videos_equal_those_of_the_class(tmp_path: Path, family: str, 
         frames = np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
     config = json.loads((tmp_path / "video_preprocessor_config.json").read_text())
     samples = config.get("do_sample_frames", True)  # as a call asks of classes that do not by themselves
-    processor = getattr(transformers, CLASSES[family])(**config)
-    metadata = {"total_num_frames": len(frames), "fps": 10.0, "frames_indices": list(range(len(frames)))}
+    processor = getattr(transformers, config["video_processor_type"])(**config)
+    numbers = list(range(len(frames)))
+    metadata = {"total_num_frames": len(numbers), "fps": 10.0, "duration": len(numbers) / 10, "frames_indices": numbers}
     output = processor(frames, video_metadata=[metadata], do_sample_frames=samples, return_tensors="pt")
 
     image = ImageSettings(**folder.data_settings("image"))

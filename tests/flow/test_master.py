@@ -17,6 +17,7 @@ from tests.flow.cases import AUDIO, DEEPSTACK, FINE, RESAMPLED, Mesh, Order, pla
 from tests.flow.cells import ADAPTED
 from tests.flow.equality import assert_equals_one_process
 from tests.flow.orders import PIPELINE, TOGETHER
+from tests.models.factory import MERGED
 
 FROZEN_VISION = {"model__vision__freeze": True}
 SPEECH = {"model__audio": AUDIO}
@@ -372,6 +373,17 @@ RESAMPLER: dict[str, tuple[dict[str, Any], dict[str, Mesh]]] = {
         {"vision": Mesh((), (0, 1), dp=2), "resampled": Mesh((), (0, 1), dp=2), "llm": Mesh((2,), (0, 1))},
     ),
 }
+# What GLM-4.5V has in its encoder. Its convolution and its projector train beside adapters on the rest.
+MERGER: dict[str, tuple[dict[str, Any], dict[str, Mesh]]] = {
+    "merger, unified tp2 with slices of tokens": (
+        {},
+        {"vision": Mesh((), (0, 1), tp=2, sp=True), "llm": Mesh((), (0, 1), tp=2, sp=True)},
+    ),
+    "merger, disaggregated, adapters and a pipeline, recomputed": (
+        ADAPTED,
+        {"vision": Mesh((2,), (0, 1), recompute=(1,)), "llm": Mesh((), (2, 3), tp=2)},
+    ),
+}
 
 
 def _lines(rank: int, order: str) -> tuple[str, ...]:
@@ -470,6 +482,14 @@ def test_a_resampler_computes_under_any_plan_what_one_process_does(case: str) ->
     settings = recipe(model__encoders={"resampled": RESAMPLED}, **changes)
     kind: ScheduleKind = "coarse" if "colocated" in case else "1f1b"
     assert_equals_one_process(settings, plan(settings, kind, **meshes), texts_between=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", MERGER)
+def test_a_merger_computes_under_any_plan_what_one_process_does(case: str) -> None:
+    changes, meshes = MERGER[case]
+    encoder = {f"model__vision__{name}": value for name, value in MERGED.items()}
+    assert_equals_one_process(recipe(**encoder, **changes), plan(recipe(**encoder, **changes), **meshes))
 
 
 def _validate_after_a_step(settings: Recipe, chosen: Plan) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""Qwen3-VL, trained on videos whose text says when they are shown, has the loss of `transformers` under any plan."""
+"""Models trained on videos whose text says when they are shown have the loss of `transformers` under any plan."""
 
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,10 @@ from tests.weights.test_qwen_vl import in_squares
 
 
 def _media(recipe: Recipe, sample: Sample, ids: torch.Tensor, tokens: tuple[int, ...]) -> dict[str, torch.Tensor]:
-    """Return the arguments of `transformers` for pictures and videos prepared here; `tokens` are those of either."""
+    """Return the arguments of `transformers` for pictures and videos prepared here; `tokens` are those of either.
+
+    Where images and videos have the same token, a sample must not show both.
+    """
     assert recipe.model.vision is not None
     reader = VisionItemReader(recipe.model.vision, recipe.data)
     pixels: dict[str, list[torch.Tensor]] = {"image": [], "video": []}
@@ -39,7 +42,11 @@ def _media(recipe: Recipe, sample: Sample, ids: torch.Tensor, tokens: tuple[int,
     for kind, name in (("image", "pixel_values"), ("video", "pixel_values_videos")):
         if pixels[kind]:
             arguments |= {name: torch.cat(pixels[kind]), f"{kind}_grid_thw": torch.tensor(grids[kind])}
-    types = (ids == tokens[0]).int() + 2 * (ids == tokens[1]).int()
+    assert len(tokens) == 2 or not (pixels["image"] and pixels["video"])
+    first_type = 2 if len(tokens) == 1 and sample.videos else 1
+    types = first_type * (ids == tokens[0]).int()
+    if len(tokens) == 2:
+        types = types + 2 * (ids == tokens[1]).int()
     return {**arguments, "mm_token_type_ids": types[None]}
 
 
@@ -65,17 +72,18 @@ def _loss_of_transformers(recipe: Recipe, folder: Path) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("parallel", "num_ranks"),
+    ("family", "parallel", "num_ranks"),
     [
-        ("{placement: disaggregated, vision: {tp: 1, pp: 1, dp: 2}, llm: {tp: 1, pp: 2, dp: 1}}", 4),
-        ("{placement: colocated, vision: {tp: 1, pp: 1, dp: 2}, llm: {tp: 2, pp: 1}}", 2),
+        ("qwen3_vl", "{placement: disaggregated, vision: {tp: 1, pp: 1, dp: 2}, llm: {tp: 1, pp: 2, dp: 1}}", 4),
+        ("qwen3_vl", "{placement: colocated, vision: {tp: 1, pp: 1, dp: 2}, llm: {tp: 2, pp: 1}}", 2),
+        ("glm4v_moe", "{placement: disaggregated, vision: {tp: 1, pp: 1}, llm: {tp: 1, pp: 1, dp: 2, ep: 2}}", 3),
     ],
 )
 def test_a_model_trained_on_videos_has_the_same_loss_in_transformers(
-    parallel: str, num_ranks: int, tmp_path: Path
+    family: str, parallel: str, num_ranks: int, tmp_path: Path
 ) -> None:
     folder, out = tmp_path / "model", tmp_path / "out"
-    write_tiny_model(FAMILIES["qwen3_vl"], folder, seed=0)
+    write_tiny_model(FAMILIES[family], folder, seed=0)
     show_videos(folder)
     request, _ = request_to_train(folder, parallel, num_ranks)
     untrained_loss = _loss_of_transformers(request.recipe, folder)

@@ -239,6 +239,7 @@ TINY_FAMILIES: dict[str, TinyFamily] = {
     **{name: TinyFamily(FAMILIES[name]) for name in ("gemma3_text", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe")},
     **{name: TinyFamily(FAMILIES[name]) for name in ("glm4_moe", "mixtral", "qwen2_moe")},
     "gemma3": TinyFamily(FAMILIES["gemma3"], ("vision",), typed_pictures),
+    "glm4v_moe": TinyFamily(FAMILIES["glm4v_moe"], ("vision",), native_pictures),
     "internvl": TinyFamily(FAMILIES["internvl"], ("vision",), tiled_pictures),
     "llava": TinyFamily(FAMILIES["llava"], ("vision",), squared_pictures),
     "llava_next": TinyFamily(FAMILIES["llava_next"], ("vision",), joined_tiles),

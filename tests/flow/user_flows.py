@@ -29,7 +29,10 @@ NUM_VIDEOS = 4
 ROWS_PER_GROUP = 16  # of Parquet and Arrow files: media of several groups are read
 FROM_SCRATCH = "from scratch"  # a recipe with sizes, a tokenizer file and mmtrain's own chat format
 PLACEMENTS = ("auto", "unified", "disaggregated", "colocated", "replicated")
-TAKING_VIDEOS = {"internvl", "llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen2_5_omni", "qwen3_vl", "qwen3_vl_moe"}
+TAKING_VIDEOS = {
+    *("glm4v_moe", "internvl", "llava_onevision"),
+    *("qwen2_vl", "qwen2_5_vl", "qwen2_5_omni", "qwen3_vl", "qwen3_vl_moe"),
+}
 # What a user must write, and nothing else.
 MODEL_FROM_SCRATCH = {
     "vision": {"layers": 1, "hidden": 32, "heads": 2, "ffn": 64},

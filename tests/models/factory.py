@@ -48,6 +48,12 @@ POOLED: dict[str, Any] = {
     "downsample": "average_pool",
     "projector": {"kind": "linear", "bias": False, "norm": True, "norm_kind": "zero_centered_rms"},
 }  # fmt: skip
+# What GLM-4.5V adds to an encoder.
+MERGED: dict[str, Any] = {
+    "positions": "rotary", "position_grid": 3, "position_interpolation": "bicubic", "norm": "rms", "gated_mlp": True,
+    "activation": "silu", "linear_bias": False, "qkv_bias": False, "patch_norm": True,
+    "projector": {"kind": "merger", "ffn": 64, "bias": False, "activation": "silu", "norm_eps": 1e-5},
+}  # fmt: skip
 # Queries that attend to each image, where others merge patches.
 RESAMPLED: dict[str, Any] = {
     "class_token": True, "downsample": "identity", "merge": 1,

@@ -26,6 +26,7 @@ from tests.models.device_copies import META, DeviceCopies
 from tests.models.factory import (
     AUDIO,
     DEEPSTACK,
+    MERGED,
     POOLED,
     RESAMPLED,
     SCALED,
@@ -52,6 +53,7 @@ MODELS: dict[str, tuple[str, ModelSettings]] = {
     "vision, windows": ("vision", settings(vision=WINDOWED)),
     "vision, stretched positions": ("vision", settings(vision=DEEPSTACK)),
     "vision, pooled": ("vision", settings(vision=POOLED)),
+    "vision, merged": ("vision", settings(vision=MERGED)),
     "vision, resampled": ("vision", settings(vision=RESAMPLED)),
     "llm, queries": ("llm", settings(generator=DIT)),
     "generator, transformer": ("generator", settings(generator=DIT)),

@@ -529,6 +529,14 @@ def test_settings_that_do_not_fit_together(base: Path, overrides: list[str], mes
             [RESAMPLER, "model.vision.class_token=true", "model.vision.class_feature=true"],
             "projector.kind is `resampler`; its queries leave no place for class tokens and newlines",
         ),
+        (
+            ["model.vision.position_interpolation=bicubic"],
+            "position_interpolation is set; allowed with position_grid",
+        ),
+        (
+            ["model.vision.projector={kind: merger, norm: true}"],
+            "norm is set beside kind `merger`, which has a layer norm of its own; leave it out",
+        ),
         (["model.vision.position_grid=3"], "position_grid is set beside positions `factorized`; allowed with `rotary`"),
         (["model.llm.rope_interleaved=true"], "rope_interleaved is set, but there are no rope_sections to interleave"),
     ],

@@ -81,7 +81,11 @@ def glm4_moe(**changes: Any) -> nn.Module:
         "routed_scaling_factor": 2.5, "n_group": 4, "topk_group": 2, "attention_bias": True, "use_qk_norm": True,
         "rope_theta": 1e6,
     }  # fmt: skip
-    model = _random(Glm4MoeForCausalLM(Glm4MoeConfig(**settings | changes)))
+    return _with_selection_biases(_random(Glm4MoeForCausalLM(Glm4MoeConfig(**settings | changes))))
+
+
+def _with_selection_biases(model: nn.Module) -> nn.Module:
+    """Let selection biases decide which experts compute a token."""
     for name, bias in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             bias.copy_(torch.linspace(-0.3, 0.3, len(bias)).roll(3))
@@ -339,6 +343,28 @@ def qwen3_vl_moe(frames: int = 2, deepstack: tuple[int, ...] = (0, 2), **changes
     text |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, **sections}} | changes
     config = Qwen3VLMoeConfig(text_config=text, vision_config=vision, **_QWEN2_VL_TOKENS)
     return _random(Qwen3VLMoeForConditionalGeneration(config))
+
+
+def glm4v_moe(frames: int = 2, **changes: Any) -> nn.Module:
+    """Make a GLM-4.5V with a table of 3 x 3 positions and a dense first block, whose patches join `frames` frames."""
+    from transformers import Glm4vMoeConfig, Glm4vMoeForConditionalGeneration
+
+    vision = {
+        "depth": 3, "hidden_size": 32, "out_hidden_size": 48, "intermediate_size": 44, "num_heads": 4,
+        "patch_size": PATCH_OF_FRAMES, "spatial_merge_size": MERGE, "temporal_patch_size": frames,
+        "image_size": 3 * PATCH_OF_FRAMES,
+    }  # fmt: skip
+    sections = {"mrope_section": [2, 3, 1], "partial_rotary_factor": 0.5}
+    text: dict[str, Any] = {
+        "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 24, "vocab_size": VOCAB, "n_routed_experts": 8, "n_shared_experts": 2,
+        "num_experts_per_tok": 3, "moe_intermediate_size": 28, "first_k_dense_replace": 1, "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5, "n_group": 4, "topk_group": 2, "bos_token_id": None, "eos_token_id": None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, **sections},
+    } | changes  # fmt: skip
+    tokens = {"image_token_id": IMAGE_TOKEN, "video_token_id": VIDEO_TOKEN}
+    model = _random(Glm4vMoeForConditionalGeneration(Glm4vMoeConfig(text_config=text, vision_config=vision, **tokens)))
+    return _with_selection_biases(model)
 
 
 OMNI_AUDIO_TOKEN = 1  # beside the tokens of images and videos above

@@ -30,6 +30,7 @@ OVERRIDES: dict[str, tuple[str, ...]] = {
     "qwen2_vl": (*PIXELS, "data.video.max_frames=6", "data.video.fps=null"),
     "qwen2_5_vl": (*PIXELS, "data.video.fps=1", "data.video.max_frames=6", "data.video.max_pixels=2048"),
     "qwen3_vl": (*PIXELS, "data.video.fps=1", "data.video.max_frames=6", "data.video.max_pixels=18432"),
+    "glm4v_moe": (*PIXELS, "data.video.fps=1", "data.video.max_frames=6", "data.video.max_pixels=18432"),
     "llava_onevision": ("data.image.pinpoints=[[32, 64], [64, 64]]", "data.video.max_frames=5"),
     "internvl": ("data.image.max_tiles=2", "data.video.max_frames=5"),
 }
@@ -50,7 +51,7 @@ def test_frames_of_a_recipe_are_written_and_said(family: str, tmp_path: Path) ->
     assert not [note for note in notes if "trained with" in note], notes
     assert [note for note in notes if note.startswith("data.video.max_frames: ")]
     shows_all = [note for note in notes if "unless a call passes do_sample_frames=True" in note]
-    assert len(shows_all) == (family != "qwen3_vl")
+    assert len(shows_all) == (family not in ("qwen3_vl", "glm4v_moe"))
     again = _recipe(out).data.video
     if recipe.data.video.fps is None:  # of a number of frames none is the fewest
         again = again.model_copy(update={"min_frames": recipe.data.video.min_frames})
@@ -67,6 +68,7 @@ def test_frames_of_a_recipe_are_written_and_said(family: str, tmp_path: Path) ->
         ("internvl", ("data.video.fps=1", "data.video.max_frames=6"), {"max_frames"}),  # its class knows no limit
         ("llava_onevision", ("data.video.fps=1", "data.video.max_frames=6"), {"max_frames"}),
         ("qwen3_vl", ("data.video.fps=null",), {"fps"}),  # its class always has a rate
+        ("glm4v_moe", ("data.video.fps=2", "data.video.max_frames=7"), {"max_frames"}),  # no whole seconds
         ("qwen2_5_omni", ("data.video.fps=1", "data.video.max_pixels=200704"), {"fps", "max_pixels"}),
     ],
 )
@@ -129,5 +131,5 @@ def _expected(recipe: Recipe) -> int:
     limits = {"min_pixels": video.min_pixels, "max_pixels": video.max_pixels}
     if video.pixel_limits == "video":
         limits = {key: limit // num_frames for key, limit in limits.items() if limit is not None}
-    image = recipe.data.image.model_copy(update=limits)
+    image = recipe.data.image.model_copy(update={**limits, "pixel_limits": "image"})
     return num_patches * int(count_image_features(HEADER.width, HEADER.height, vision, image))

@@ -418,7 +418,7 @@ def test_videos_of_qwen3_vl_are_what_its_processor_makes_of_them(tmp_path: Path)
         media = index.media_grids(number, "vision", 2, items_apart=True)
         positions = find_media_positions(ids, ours.item_ids["vision"], media)
         np.testing.assert_array_equal(positions, their_positions[:, 0].numpy())
-    with pytest.raises(DataError, match=r"data.video.sampling is parts, but .* set it to ends"):
+    with pytest.raises(DataError, match=r"data.video.sampling is parts, but .* known of `ends`, "):
         build_index(tiny_recipe(folder, "data.video.sampling=parts"))
 
 

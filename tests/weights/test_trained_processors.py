@@ -21,11 +21,12 @@ from tests.weights.pretrained import qwen2_5_vl, recipe_from, save
 
 SIZES = [(31, 40), (64, 64), (100, 30), (20, 90), (200, 170)]  # width, height
 NATIVE = ["qwen2_vl", "qwen2_5_vl", "qwen2_5_omni", "qwen3_vl"]
-IMAGED = [*NATIVE, "gemma3", "internvl", "llava", "llava_next", "llava_onevision"]
+IMAGED = [*NATIVE, "gemma3", "glm4v_moe", "internvl", "llava", "llava_next", "llava_onevision"]
 LIMITS = ("data.image.min_pixels=1024", "data.image.max_pixels=2304", "data.image.resample=bilinear")
 OVERRIDES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(NATIVE, LIMITS),
     "gemma3": ("data.image.resample=bicubic",),
+    "glm4v_moe": LIMITS,
     "internvl": ("data.image.max_tiles=2", "data.image.resample=bilinear"),
     "llava": ("data.image.fit=pad",),
     "llava_next": ("data.image.pinpoints=[[32, 64], [64, 32]]",),

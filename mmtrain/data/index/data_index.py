@@ -450,7 +450,7 @@ def _units_with_items(recipe: Recipe) -> list[str]:
 
 def _timed_units(recipe: Recipe) -> tuple[str, ...]:
     """Return the encoders of whose video items is known when they are shown."""
-    if recipe.data.video.sampling != "ends":
+    if not recipe.data.video.states_times:
         return ()
     return tuple(unit for unit, encoder in recipe.model.all_encoders.items() if encoder.modality == VISION.name)
 

@@ -130,10 +130,11 @@ def check_data_settings(recipe: Recipe, tokenizer: SampleTokenizer) -> None:
             f"model.llm.vocab is {vocab}, but {recipe.data.tokenizer} (data.tokenizer) has {tokenizer.vocab_size} "
             f"tokens: set model.llm.vocab to at least {tokenizer.vocab_size}{growth}"
         )
-    if tokenizer.writes_times and recipe.data.video.sampling != "ends":
+    if tokenizer.writes_times and not recipe.data.video.states_times:
         raise DataError(
             f"data.video.sampling is {recipe.data.video.sampling}, but {recipe.data.tokenizer} (data.tokenizer) writes "
-            "when each part of a video is shown, which is known of `ends`: leave it out or set it to ends"
+            "when each part of a video is shown, which is known of `ends`, `seconds` and `by_length`: leave it "
+            "out, or set it to that of the model's processor"
         )
     for unit, settings in recipe.model.all_encoders.items():
         ITEM_READERS[settings.modality](settings, recipe.data).check_settings()
@@ -350,5 +351,5 @@ class _SampleMeasurer:
 
 def count_image_features(width: int, height: int, settings: VisionSettings, image: ImageSettings) -> int:
     """Return the LLM tokens of an image of `width` x `height` pixels that is alone in its sample."""
-    grids = item_grids(width, height, image, settings.patch, settings.merge, settings.max_side)
+    grids = item_grids(width, height, image, settings.patch, settings.merge, settings.max_side, settings.temporal_patch)
     return FeatureCounter.of(settings, image).count(MediumItems(grids, image_size=(width, height)))

@@ -46,19 +46,36 @@ class MediumGrid:
 
 
 def item_grids(
-    width: int, height: int, settings: ImageSettings, patch: int, merge: int = 1, max_side: int = 1 << 30
+    width: int,
+    height: int,
+    settings: ImageSettings,
+    patch: int,
+    merge: int = 1,
+    max_side: int = 1 << 30,
+    temporal_patch: int = 1,
 ) -> tuple[Grid, ...]:
     """Return the grids of the items of an image of `width` x `height` pixels: one item, or one for each tile."""
     if settings.scheme in ("tiles", "pinpoints"):
         side = settings.tile // patch
         return ((side, side),) * num_tiles(width, height, settings)
-    return (frame_grid(width, height, settings, patch, merge, max_side),)
+    return (frame_grid(width, height, settings, patch, merge, max_side, temporal_patch),)
 
 
 def frame_grid(
-    width: int, height: int, settings: ImageSettings, patch: int, merge: int = 1, max_side: int = 1 << 30
+    width: int,
+    height: int,
+    settings: ImageSettings,
+    patch: int,
+    merge: int = 1,
+    max_side: int = 1 << 30,
+    temporal_patch: int = 1,
 ) -> Grid:
-    """Return the grid of a picture that becomes one item, as a frame of a video does; with tiles it is one tile."""
+    """Return the grid of a picture that becomes one item, as a frame of a video does; with tiles it is one tile.
+
+    temporal_patch: frames that a patch joins, which count where they share the limits of pixels.
+    """
+    if settings.scheme == "native" and settings.pixel_limits == "frames":
+        return video_grid(width, height, temporal_patch, settings, (patch, temporal_patch, merge, max_side))
     if settings.scheme == "native":
         return native_grid(width, height, settings.min_pixels, settings.max_pixels, patch, merge, max_side)
     side = (settings.size if settings.scheme == "fixed" else settings.tile) // patch

@@ -32,15 +32,22 @@ from mmtrain.recipe.settings.data_settings import ImageSettings, VideoSettings
 from mmtrain.recipe.settings.modalities import MediaKind
 from mmtrain.recipe.settings.vision_settings import VisionSettings
 
+# Of `by_length`: the longest video in seconds, and its patches of frames each second.
+_PATCHES_PER_SECOND = ((30, 3.0), (300, 1.0), (math.inf, 0.5))
+_MOST_COUNTED_S = 2400
+
 
 def check_image_settings(vision: VisionSettings, image: ImageSettings) -> None:
     """Raise `DataError` if the settings of images do not suit the encoder, whatever the images are."""
     merged_patch = vision.patch * vision.merge
     max_side = vision.patch * vision.max_side
-    if image.scheme == "native" and not merged_patch**2 <= image.max_pixels >= image.min_pixels:
+    frames = vision.temporal_patch if image.pixel_limits == "frames" else 1
+    fewest = frames * merged_patch**2
+    if image.scheme == "native" and not fewest <= image.max_pixels >= image.min_pixels:
+        of_frames = f" in {frames} frames" if frames > 1 else ""
         raise DataError(
             f"data.image.max_pixels is {image.max_pixels}; it must be at least data.image.min_pixels = "
-            f"{image.min_pixels} and one merged patch of {merged_patch} x {merged_patch} = {merged_patch**2} pixels"
+            f"{image.min_pixels} and one merged patch of {merged_patch} x {merged_patch}{of_frames} = {fewest} pixels"
         )
     if image.scheme == "native":
         return
@@ -58,10 +65,12 @@ def read_vision_items(
 ) -> MediumItems:
     """Return the items of an image or video, from its header alone. Raises `BadMediaError`."""
     assert kind in ("image", "video"), kind
-    patch_settings = vision.patch, vision.merge, vision.max_side
+    patch_settings = vision.patch, vision.merge, vision.max_side, vision.temporal_patch
     if kind == "image":
         width, height = read_image_size(media, image.max_source_pixels)
-        _check_aspect(media, width, height, image)
+        is_enlarged = image.pixel_limits == "frames"
+        shown = enlarge_to_patch(width, height, vision.patch * vision.merge) if is_enlarged else (width, height)
+        _check_aspect(media, *shown, image)
         return MediumItems(item_grids(width, height, image, *patch_settings), image_size=(width, height))
     whole = read_video_header(media, image.max_source_pixels)
     header = cut_header(whole, video)
@@ -215,7 +224,7 @@ def count_used_frames(header: VideoHeader, video: VideoSettings, temporal_patch:
     With `fps` they fill patches of `temporal_patch` frames, as `Qwen2VLVideoProcessor` of `transformers` samples them.
     """
     if video.sampling != "parts":
-        return len(_sample(header, video))
+        return len(_sample(header, video, temporal_patch))
     if video.fps is None:
         return max(1, min(video.max_frames, header.num_frames))
     most = min(video.max_frames, header.num_frames) // temporal_patch * temporal_patch
@@ -227,16 +236,21 @@ def count_used_frames(header: VideoHeader, video: VideoSettings, temporal_patch:
 def find_item_tenths(header: VideoHeader, video: VideoSettings, temporal_patch: int) -> tuple[int, ...] | None:
     """Return when the items of a video are shown, in tenths of seconds; None where their text does not say it.
 
-    An item is shown in the middle between its first and its last frame, as `Qwen3VLProcessor` of `transformers` says.
+    An item is shown in the middle between its first and its last frame, as `Qwen3VLProcessor` of `transformers` says;
+    with sampling `seconds`, in the last whole second up to its first frame, as `Glm4vProcessor` says; with `by_length`,
+    with its first frame, as `Glm46VProcessor` does.
     """
-    if video.sampling != "ends":
+    if not video.states_times:
         return None
     frames_s = [frame / header.frames_per_second for frame in _in_patches(header, video, temporal_patch)]
+    if video.sampling == "seconds":
+        return tuple(10 * int(first_s) for first_s in frames_s[::temporal_patch])
     middles_s = [
         (frames_s[first] + frames_s[first + temporal_patch - 1]) / 2
         for first in range(0, len(frames_s), temporal_patch)
     ]
-    return tuple(round(10 * float(f"{middle_s:.1f}")) for middle_s in middles_s)
+    shown_s = frames_s[::temporal_patch] if video.sampling == "by_length" else middles_s
+    return tuple(round(10 * float(f"{item_s:.1f}")) for item_s in shown_s)
 
 
 def frame_choice(video: VideoSettings, count: int, temporal_patch: int) -> FrameChoice:
@@ -251,11 +265,15 @@ def first_of_parts(num_frames: int, count: int) -> list[int]:
     return [part * num_frames // count for part in range(count)]
 
 
-def _sample(header: VideoHeader, video: VideoSettings) -> list[int]:
+def _sample(header: VideoHeader, video: VideoSettings, temporal_patch: int) -> list[int]:
     """Return the numbers of the frames that the video processor of `transformers` samples.
 
     That of Qwen3-VL takes them from end to end, that of InternVL in the middle of equal parts.
     """
+    if video.sampling == "seconds":
+        return _on_show(header, video)
+    if video.sampling == "by_length":
+        return _by_length(header, video, temporal_patch)
     wanted = video.max_frames
     if video.fps is not None:
         wanted = int(header.num_frames / header.frames_per_second * video.fps)
@@ -267,7 +285,59 @@ def _sample(header: VideoHeader, video: VideoSettings) -> list[int]:
     return frames
 
 
+def _on_show(header: VideoHeader, video: VideoSettings) -> list[int]:
+    """Return the frames that `Glm4vVideoProcessor` of `transformers` samples, an even number.
+
+    An upper limit of frames says up to which length of a video they are 1 / `fps` of a second apart.
+    """
+    last, rate = header.num_frames - 1, header.frames_per_second
+    seconds = header.num_frames / rate
+    if video.fps is not None and seconds <= video.max_frames / video.fps:
+        count = max(math.floor(seconds * video.fps), 1)
+        frames = [min(last, math.ceil(number * rate / video.fps)) for number in range(count)]
+    elif video.max_frames >= header.num_frames:
+        frames = list(range(header.num_frames))
+    else:
+        times_s = np.linspace(0, seconds, video.max_frames).tolist()
+        frames = [min(last, math.ceil(time_s * rate)) for time_s in times_s]
+    return _even(frames)
+
+
+def _by_length(header: VideoHeader, video: VideoSettings, temporal_patch: int) -> list[int]:
+    """Return the frames that `Glm46VVideoProcessor` of `transformers` samples, an even number.
+
+    They are the first ones on show at evenly spaced times. Where these are too few or too many for the length of the
+    video, its frames are evenly spaced by number.
+    """
+    num_frames, rate = header.num_frames, header.frames_per_second
+    seconds = num_frames / rate
+    counted_s = min(seconds, _MOST_COUNTED_S)
+    patches_per_second = next(patches for most_s, patches in _PATCHES_PER_SECOND if counted_s <= most_s)
+    wanted = max(1, min(int(counted_s * patches_per_second * temporal_patch), video.max_frames))
+    if num_frames < wanted:
+        return _even(np.linspace(0, num_frames - 1, wanted, dtype=int).tolist())
+    frames: list[int] = []
+    next_s = 0.0
+    for frame in range(num_frames):
+        if frame * (1 / rate) >= next_s:
+            next_s += 1 / (temporal_patch * patches_per_second)
+            frames.append(frame)
+            if next_s >= int(seconds):
+                break
+    if len(frames) < wanted:
+        return _even(np.linspace(frames[0], frames[-1], wanted, dtype=int).tolist())
+    if len(frames) > wanted:
+        return _even(np.linspace(0, num_frames - 1, wanted, dtype=int).tolist())
+    return _even(frames)
+
+
+def _even(frames: Sequence[int]) -> list[int]:
+    """Return the different ones of ascending frames, the last one twice where the number is odd otherwise."""
+    different = list(dict.fromkeys(frames))
+    return different + different[-1:] * (len(different) % 2)
+
+
 def _in_patches(header: VideoHeader, video: VideoSettings, temporal_patch: int) -> Sequence[int]:
     """Return the sampled frames; the last one is shown again to fill its patch."""
-    frames = _sample(header, video)
+    frames = _sample(header, video, temporal_patch)
     return frames + frames[-1:] * (-len(frames) % temporal_patch)

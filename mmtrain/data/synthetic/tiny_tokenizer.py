@@ -29,7 +29,8 @@ def write_tiny_tokenizer(folder: Path, texts: Iterable[str], family: Family) -> 
     """Write the files of a tokenizer whose special tokens have the ids that tiny models expect; return its size.
 
     A family's own tokens, which its `tokenizer_config.json` names, come after those of all. If they are tokens for the
-    borders of a modality, such as `vision_bos_token`, the template writes them around its media.
+    borders of a modality or of a kind of media, such as `vision_bos_token` or `image_bos_token`, the template writes
+    them around these media.
     """
     own_names = family.tiny.get("tokenizer_config.json", {}).get("extra_special_tokens", {})
     own_tokens = [token for token in own_names.values() if token not in TINY_TOKENS]
@@ -38,10 +39,13 @@ def write_tiny_tokenizer(folder: Path, texts: Iterable[str], family: Family) -> 
     tokens = {"pad_token": PAD_TOKEN, "eos_token": TURN_END_TOKEN}
     names = {f"{kind}_token": token for kind, token in MEDIA_TOKENS.items()} | own_names
     written: dict[MediaKind | str, str] = {}
+    placeholders = {kind: markup.placeholder for kind, markup in family.markups.items() if markup is not None}
     for modality in MODALITIES.values():
-        before, after = (own_names.get(f"{modality.name}_{border}_token", "") for border in ("bos", "eos"))
-        written |= {kind: f"{before}{MEDIA_TOKENS[kind]}{after}" for kind in modality.media}
-    written |= {kind: markup.placeholder for kind, markup in family.markups.items() if markup is not None}
+        for kind in modality.media:
+            of_kind = [own_names.get(f"{kind}_{border}_token") for border in ("bos", "eos")]
+            of_modality = [own_names.get(f"{modality.name}_{border}_token") for border in ("bos", "eos")]
+            before, after = (mine or general or "" for mine, general in zip(of_kind, of_modality, strict=True))
+            written[kind] = f"{before}{placeholders.get(kind, MEDIA_TOKENS[kind])}{after}"
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     files = {
         "tokenizer_config.json": {**settings, **tokens, "extra_special_tokens": names},

@@ -22,9 +22,11 @@ from mmtrain.data.text.sample_tokenizer import (
 from mmtrain.data.text.template_tokenizer import DEFAULT_SPECIAL_TOKENS, TemplateTokenizer
 from mmtrain.data.text.tokenizer_folder import TokenizerFolder, read_tokenizer_folder
 from mmtrain.errors import DataError, ModelFolderError
-from mmtrain.families.family import Family
+from mmtrain.families.family import Family, Markups
 from mmtrain.families.folder_files import CONFIG_FILE
 from mmtrain.families.model_folder import find_family
+from mmtrain.families.processor_files import read_processor
+from mmtrain.families.video_processors import VIDEO_TYPE_KEY
 from mmtrain.recipe.settings.schema import Recipe
 from mmtrain.recipe.settings.text_settings import SpecialTokenSettings
 
@@ -75,7 +77,7 @@ def load_tokenizer(
     if has_processor is None:
         has_processor = family is not None and family.has_processor
     folder = read_tokenizer_folder(path, model_folder, has_processor)
-    markups = {} if family is None else family.markups
+    markups = {} if family is None else _markups(family, model_folder or path)
     tokenizer = TemplateTokenizer(folder, markups, has_processor, special_tokens)
     if folder.tool_template is None:
         return tokenizer
@@ -92,6 +94,18 @@ def _family(path: Path) -> Family | None:
         return None
     except (OSError, ValueError) as error:
         raise DataError(f"data.tokenizer: {config_path} cannot be read: {error}") from None
+
+
+def _markups(family: Family, folder: Path) -> Markups:
+    """Return how the processor of a folder writes media."""
+    if not family.processor_markups:
+        return family.markups
+    try:
+        stated = read_processor(folder, "video")
+    except ModelFolderError as error:
+        raise DataError(f"data.tokenizer: {error}") from None
+    kind = "" if stated is None else str(stated.config.get(VIDEO_TYPE_KEY))
+    return family.processor_markups.get(kind, family.markups)
 
 
 class ToolUseTokenizer:

@@ -24,7 +24,7 @@ from mmtrain.data.text.answer_spans import AnswerFinder
 from mmtrain.data.text.chat_messages import Conversation, ConversationBuilder, TokenEscape, TokensInTexts
 from mmtrain.data.text.chat_template import ChatTemplate, Message, RenderError, Rendering, Span, Tools
 from mmtrain.data.text.greedy_settings import read_greedy_settings
-from mmtrain.data.text.items_apart import ItemsApart, first_features, time_slots, write_first_times
+from mmtrain.data.text.items_apart import ItemsApart, first_features, time_slots
 from mmtrain.data.text.rendering_skeletons import SkeletonRenderer
 from mmtrain.data.text.sample_tokenizer import (
     IGNORE_INDEX,
@@ -178,7 +178,7 @@ class TemplateTokenizer:
             answers = self._answers.find(conversation, rendering)
             if answers.follow_header and not self._escape.holds_text(rendering.text):
                 spans = self._answers.learned(conversation, rendering, answers.spans)
-                counts = counter.count(*write_first_times(self._escape.reveal(rendering.text), spans, features))
+                counts = counter.count(*self._write_first_times(self._escape.reveal(rendering.text), spans, features))
                 if counts is not None:
                     written = [
                         self._kind_of_text[token] for token in counts.added_tokens if token in self._kind_of_text
@@ -196,7 +196,7 @@ class TemplateTokenizer:
         """Encode everything before the last answer, with the generation prompt."""
         conversation = self._conversation(sample, sample.turns[: sample.last_answer])
         rendering = self._render_sample(conversation, add_generation_prompt=True)
-        text, _ = write_first_times(rendering.text, (), features)
+        text, _ = self._write_first_times(rendering.text, (), features)
         tokens = self._tokenize(text)
         is_target = np.zeros(len(tokens.ids), dtype=bool)
         return self._expand_media(tokens.ids, is_target, conversation.media, features)[0]
@@ -284,13 +284,21 @@ class TemplateTokenizer:
                 raise BadConversationError(f"the chat template does not write the tool {name!r}", kind="tools")
         return rendering
 
+    def _write_first_times(
+        self, text: str, spans: Sequence[Span], features: MediaFeatures
+    ) -> tuple[str, tuple[Span, ...]]:
+        """Write into a rendering when the first item of each video is shown, if that is written at all."""
+        if self._items_apart is None:
+            return text, tuple(spans)
+        return self._items_apart.write_first_times(text, spans, features)
+
     def _encode(
         self, conversation: Conversation, rendering: Rendering, features: MediaFeatures
     ) -> tuple[IntArray, BoolArray]:
         """Return the ids of a rendered conversation, and which of them are targets."""
         answers = self._answers.find(conversation, rendering).spans
         learned = self._answers.learned(conversation, rendering, answers)
-        text, spans = write_first_times(rendering.text, learned, features)
+        text, spans = self._write_first_times(rendering.text, learned, features)
         tokens = self._tokenize(text)
         is_target = np.zeros(len(tokens.ids), dtype=bool)
         for span in spans:
@@ -380,7 +388,7 @@ class TemplateTokenizer:
             if not isinstance(medium, int) and self._items_apart is not None:
                 of_later = self._items_apart.later_ids(medium)
                 repeats[position] = first_features(medium)
-                end = int(position) + 1 + self._items_apart.num_suffix_tokens
+                end = int(position) + 1 + self._items_apart.num_suffix_tokens(medium)
                 later_items += [(end, item_ids) for item_ids in of_later]
         if not later_items:
             return np.repeat(ids, repeats), np.repeat(is_target, repeats)

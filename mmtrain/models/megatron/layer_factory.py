@@ -401,10 +401,13 @@ class LayerFactory:
         config = self.sequence_parallel_config if on_sequence_shards else self.config
         return Norm(config, width, self.norm_eps)
 
-    def column_linear(self, inputs: int, outputs: int, bias: bool) -> nn.Module:
-        """Build a linear whose outputs are split over the TP group; it returns `(output, None)`."""
+    def column_linear(self, inputs: int, outputs: int, bias: bool, gated: bool = False) -> nn.Module:
+        """Build a linear whose outputs are split over the TP group; it returns `(output, None)`.
+
+        gated: outputs are gates, then values, and each rank holds its part of both.
+        """
         linear = ColumnLinear(inputs, outputs, config=self.config, init_method=None, bias=bias, tp_group=self.groups.tp)
-        return _mark(linear, dim=0)
+        return _mark(linear, dim=0, stride=2 if gated else 1)
 
     def row_linear(self, inputs: int, outputs: int, bias: bool, splits_inputs: bool = False) -> nn.Module:
         """Build a linear whose inputs are split over the TP group; it returns `(output, None)`.

@@ -31,10 +31,13 @@ def vision_layers(settings: VisionSettings, llm_hidden: int) -> tuple[LayerShape
         hidden=settings.hidden,
         out=settings.hidden,
         media=MediaShape(
-            patch_features=settings.cell_features, max_side=settings.max_side, position_rows=num_positions
+            patch_features=settings.cell_features,
+            max_side=settings.max_side,
+            position_rows=num_positions,
+            position_neighbors=16 if settings.position_interpolation == "bicubic" else 4,
         ),
         extra_tokens=settings.extra_tokens,
-        norm_widths=(settings.hidden,) if settings.pre_norm else (),
+        norm_widths=(settings.hidden,) * (settings.patch_norm + settings.pre_norm),
         rms_norm=is_rms,
         linear_bias=settings.patch_bias,
     )
@@ -48,6 +51,7 @@ def vision_layers(settings: VisionSettings, llm_hidden: int) -> tuple[LayerShape
         encoder_block(settings, attention),
         mlp=DenseMlp(settings.ffn, gated=settings.gated_mlp),
         rms_norm=is_rms,
+        linear_bias=settings.linear_bias,
         layer_scale=settings.layer_scale,
     )
     windowed = replace(block, mixer=replace(attention, window_side=settings.window))
@@ -95,6 +99,8 @@ def _patch_embed_parameters(layer: LayerShape, settings: VisionSettings) -> Iter
         yield from ("row_positions", "col_positions")
     elif layer.media.position_rows:
         yield "grid_positions"
+    if settings.patch_norm:
+        yield from norm_parameters("patch_norm", layer)
     if settings.pre_norm:
         yield from norm_parameters("pre_norm", layer)
 
@@ -148,11 +154,13 @@ def projector_layer(settings: EncoderSettings, llm_hidden: int) -> LayerShape:
         norm_widths += (merged_width,)
     if settings.features_per_item is not None:
         return _resampler_layer(settings, llm_hidden, norm_widths)
+    is_merger = settings.projector.kind == "merger"
+    mlp = DenseMlp(settings.projector.ffn or llm_hidden, gated=is_merger)
     return LayerShape(
-        "projector",
+        "merger" if is_merger else "projector",
         hidden=settings.hidden,
         out=llm_hidden,
-        mlp=None if settings.projector.kind == "linear" else DenseMlp(settings.projector.ffn or llm_hidden),
+        mlp=None if settings.projector.kind == "linear" else mlp,
         projector=ProjectorShape(settings.tokens_per_feature, settings.pools, settings.sends_newline),
         extra_tokens=settings.extra_tokens - settings.kept_extra_tokens,
         norm_widths=norm_widths,

@@ -92,7 +92,7 @@ def parameter_names(layer: LayerShape, settings: AnyUnitSettings) -> Iterator[st
         case "patch_embed" | "audio_embed":
             assert isinstance(settings, EncoderSettings)
             yield from ENCODER_SHAPES[settings.modality].embedding_parameters(layer, settings)
-        case "projector" | "resampler":
+        case "projector" | "resampler" | "merger":
             assert isinstance(settings, EncoderSettings)
             if settings.has_post_norm:
                 yield from norm_parameters("post_norm", replace(layer, rms_norm=has_rms_post_norm(layer)))
@@ -104,6 +104,8 @@ def parameter_names(layer: LayerShape, settings: AnyUnitSettings) -> Iterator[st
                 yield from norm_parameters(f"{projector}.norm", layer)
             if layer.projector.newline:
                 yield "newline"
+            if layer.kind == "merger":
+                yield from (*linear_parameters("downsample", bias=True), "inner_norm.weight", "inner_norm.bias")
             if layer.kind == "resampler":
                 yield from (QUERIES, *norm_parameters("query_norm", layer), *norm_parameters("output_norm", layer))
         case "embedding":

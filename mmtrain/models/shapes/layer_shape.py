@@ -10,6 +10,7 @@ LayerKind = Literal[
     "vit_block",
     "projector",
     "resampler",
+    "merger",
     "embedding",
     "decoder_block",
     "head",
@@ -39,7 +40,9 @@ ROUTER = "mlp.router"  # the linear of a mixture of experts that scores all expe
 SELECTION_BIAS = f"{ROUTER}.selection.bias"  # its parameter that is added to scores where experts are chosen
 EXPERT_LINEARS = ("linear_fc1", "linear_fc2")  # of each expert
 SHARED_EXPERT, SHARED_GATE = "mlp.shared", "mlp.shared_gate"
-PROJECTOR_KINDS = ("projector", "resampler")  # last layers of encoders; a resampler attends instead of merging tokens
+# Last layers of encoders. A resampler attends instead of merging tokens; a merger has a convolution and a gated MLP.
+PROJECTOR_KINDS = ("projector", "resampler", "merger")
+MERGER_LINEARS = ("proj", "linear_1", "linear_2")  # behind its convolution, in the order of their GEMMs
 # Tokens for which the MLP of a recomputed block exists at once. Each chunk reads and writes the sums of gradients of
 # its weights once more, in fp32: on an H100, as modelled, 3% of its GEMMs, whatever their widths.
 MLP_CHUNK_TOKENS = 8192
@@ -209,6 +212,7 @@ class MediaShape:
     partial_cells: int = 0  # audio_embed: frames that may be missing in the last token of a clip
     max_side: int = 0  # patch_embed: side of the position table, in patches
     position_rows: int = 0  # learned position vectors
+    position_neighbors: int = 4  # patch_embed: of these, what a patch is interpolated from where a table is stretched
 
 
 @dataclass(frozen=True)
@@ -242,7 +246,8 @@ class LayerShape:
     A `vit_block` is the block of every encoder. A block has a mixer and an MLP; other kinds of layers have one only if
     they attend or have two linears around an activation function. Two kinds change the number of tokens: an
     `audio_embed` makes one token of two frames, a projector makes one feature of `joins` tokens. A resampler is a
-    projector whose learned queries attend to the tokens of an item: its mixer says with which heads. Saved cost tables
+    projector whose learned queries attend to the tokens of an item: its mixer says with which heads. A merger is a
+    projector with a convolution before a gated MLP. Saved cost tables
     hold these fields under names of their own: see `costs.layer_fields`.
     """
 
@@ -371,6 +376,8 @@ def adaptable_linears(layer: LayerShape) -> tuple[str, ...]:
             return block_linears(layer)
         case "resampler":
             return "linear_kv", "linear_q", "linear_proj", "linear"
+        case "merger":
+            return MERGER_LINEARS
         case "projector":
             if layer.mlp is None:
                 return ("linear",)

@@ -110,14 +110,18 @@ class Projector(nn.Module):
         if settings.projector.norm:
             self.norm = factory.projector_norm(shape, merged_width, settings.projector.norm_eps)
         self.is_linear = shape.mlp is None
+        self._build_linears(merged_width, shape, factory)
+        projectors = [DeepStackProjector(settings, shape, factory) for _ in range(shape.carried_in)]
+        self.deepstack = nn.ModuleList(projectors)
+        self.newline = nn.Parameter(torch.empty(shape.out, dtype=factory.dtype)) if shape.projector.newline else None
+
+    def _build_linears(self, merged_width: int, shape: LayerShape, factory: "LayerFactory") -> None:
+        """Build what follows the merged tokens."""
         if self.is_linear:  # the last linear of a resampler too, whose merged width is that of its encoder
             self.linear = factory.row_linear(merged_width, shape.out, bias=shape.linear_bias, splits_inputs=True)
         else:
             self.linear_1 = factory.column_linear(merged_width, shape.dense_mlp.ffn, bias=shape.linear_bias)
             self.linear_2 = factory.row_linear(shape.dense_mlp.ffn, shape.out, bias=shape.linear_bias)
-        projectors = [DeepStackProjector(settings, shape, factory) for _ in range(shape.carried_in)]
-        self.deepstack = nn.ModuleList(projectors)
-        self.newline = nn.Parameter(torch.empty(shape.out, dtype=factory.dtype)) if shape.projector.newline else None
 
     def forward(self, hidden: Tensor, context: EncoderContext, *carried: Tensor) -> Tensor:
         """Map tokens (T, hidden) to features (F, llm_hidden), each from `tokens_per_feature` tokens of one item.

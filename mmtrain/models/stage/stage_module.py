@@ -21,6 +21,7 @@ from mmtrain.models.shapes.model_shape import ModelShape
 from mmtrain.models.stage.generator_input import DrawingContext
 from mmtrain.models.stage.host_offload import HostOffload
 from mmtrain.models.stage.llm_layers import Embedding, Head, TextContext
+from mmtrain.models.stage.merger import Merger
 from mmtrain.models.stage.projector import EncoderContext, Projector
 from mmtrain.models.stage.resampler import Resampler
 from mmtrain.models.stage.stage_inputs import EncoderInput, TextInput, UnitInput
@@ -316,6 +317,8 @@ class StageModule(nn.Module):
                 return Projector(self._settings.all_encoders[self.unit], layer, self.factory)
             case "resampler":
                 return Resampler(self._settings.all_encoders[self.unit], layer, self.factory)
+            case "merger":
+                return Merger(self._settings.all_encoders[self.unit], layer, self.factory)
             case "embedding":
                 return Embedding(layer, self.factory, self._settings.llm.scale_embeddings)
             case "head":

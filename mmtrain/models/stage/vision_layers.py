@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 IntArray = npt.NDArray[np.int64]
 Float32Array = npt.NDArray[np.float32]
 _ROTARY_BASE = 10_000.0  # of the frequencies, as in every published encoder with such positions
+_CUBIC = np.float32(-0.75)  # the free coefficient of cubic convolution that torch's `grid_sample` has
 
 
 @dataclass(frozen=True)
@@ -169,11 +170,27 @@ class PatchGrid:
 
         The table is stretched over each image of `rows[i] x cols[i]` patches, corner on corner.
         """
-        row_places, row_weights = _neighbors(self.row, np.asarray(rows, dtype=np.int64)[self.image], side)
-        col_places, col_weights = _neighbors(self.col, np.asarray(cols, dtype=np.int64)[self.image], side)
-        corners = [(i, j) for i in range(2) for j in range(2)]
-        places = np.stack([row_places[i] * side + col_places[j] for i, j in corners])
-        return places, np.stack([row_weights[i] * col_weights[j] for i, j in corners])
+        return self._neighbors(_linear_neighbors, rows, cols, side)
+
+    def bicubic_neighbors(
+        self, rows: tuple[int, ...], cols: tuple[int, ...], side: int
+    ) -> tuple[IntArray, Float32Array]:
+        """Return for each patch sixteen places in a `side` x `side` table around it, and their weights: (16, N) each.
+
+        The table is stretched over each image of `rows[i] x cols[i]` patches, edge on edge. Beyond its edges are copies
+        of its border.
+        """
+        return self._neighbors(_cubic_neighbors, rows, cols, side)
+
+    def _neighbors(
+        self, along_side: "_AlongSide", rows: tuple[int, ...], cols: tuple[int, ...], side: int
+    ) -> tuple[IntArray, Float32Array]:
+        """Combine the neighbors of each patch along rows with those along columns."""
+        row_places, row_weights = along_side(self.row, np.asarray(rows, dtype=np.int64)[self.image], side)
+        col_places, col_weights = along_side(self.col, np.asarray(cols, dtype=np.int64)[self.image], side)
+        pairs = [(i, j) for i in range(len(row_places)) for j in range(len(col_places))]
+        places = np.stack([row_places[i] * side + col_places[j] for i, j in pairs])
+        return places, np.stack([row_weights[i] * col_weights[j] for i, j in pairs])
 
     def token_positions(self, extra_tokens: int) -> IntArray:
         """Return the position of each patch among the packed tokens if each image starts with `extra_tokens` others."""
@@ -185,7 +202,11 @@ def _cut_side(length: int, window_side: int) -> list[int]:
     return [min(window_side, length - start) for start in range(0, length, window_side)]
 
 
-def _neighbors(index: IntArray, length: IntArray, side: int) -> tuple[IntArray, Float32Array]:
+# (index, length, side) -> neighbors among `side` places of point `index` of `length`, and their weights: (K, N) each.
+_AlongSide = Callable[[IntArray, IntArray, int], tuple[IntArray, Float32Array]]
+
+
+def _linear_neighbors(index: IntArray, length: IntArray, side: int) -> tuple[IntArray, Float32Array]:
     """Return the two neighbors among `side` places of point `index` of `length` between both ends, and their weights.
 
     In fp32, as `transformers` computes them. Both results are (2, N).
@@ -197,8 +218,33 @@ def _neighbors(index: IntArray, length: IntArray, side: int) -> tuple[IntArray, 
     return np.stack((first, np.minimum(first + 1, side - 1))), np.stack((1 - upper_weight, upper_weight))
 
 
+def _cubic_neighbors(index: IntArray, length: IntArray, side: int) -> tuple[IntArray, Float32Array]:
+    """Return the four neighbors among `side` places of the middle of part `index` of `length`, and their weights.
+
+    In fp32, step by step as `transformers` calls `grid_sample` without aligned corners. Both results are (4, N).
+    """
+    half, one = np.float32(0.5), np.float32(1)
+    from_middle = (index.astype(np.float32) + half) / length.astype(np.float32) * 2 - one  # in [-1, 1]
+    place = ((from_middle + one) * np.float32(side) - one) / 2
+    lower = np.floor(place)
+    beyond = (place - lower).astype(np.float32)
+    weights = (_far_weight(beyond + one), _near_weight(beyond), _near_weight(one - beyond), _far_weight(2 - beyond))
+    places = lower.astype(np.int64) + np.arange(-1, 3)[:, None]
+    return np.clip(places, 0, side - 1), np.stack(weights)
+
+
+def _near_weight(distance: Float32Array) -> Float32Array:
+    """Return the weight of cubic convolution at a distance up to 1."""
+    return ((_CUBIC + 2) * distance - (_CUBIC + 3)) * distance * distance + 1
+
+
+def _far_weight(distance: Float32Array) -> Float32Array:
+    """Return the weight of cubic convolution at a distance from 1 to 2."""
+    return ((_CUBIC * distance - 5 * _CUBIC) * distance + 8 * _CUBIC) * distance - 4 * _CUBIC
+
+
 class PatchEmbed(nn.Module):
-    """Linear map of flattened patches, plus positions, and a class token and a first norm where the model has them.
+    """Linear map of flattened patches, plus positions, and a class token and first norms where the model has them.
 
     It is small and its widths need not divide by the TP degree, so every tensor-parallel rank holds all of it.
     """
@@ -209,6 +255,7 @@ class PatchEmbed(nn.Module):
         width, side = shape.hidden, shape.media.max_side
         self.max_side = side
         self.position_grid = settings.position_grid
+        self.is_bicubic = settings.position_interpolation == "bicubic"
         self.proj = nn.Linear(shape.media.patch_features, width, bias=shape.linear_bias, dtype=factory.dtype)
         self.class_token = _table(factory, width) if shape.extra_tokens else None
         self.row_positions: nn.Parameter | None = None
@@ -219,6 +266,7 @@ class PatchEmbed(nn.Module):
             self.col_positions = _table(factory, side, width)
         elif shape.media.position_rows:
             self.grid_positions = _table(factory, shape.media.position_rows, width)
+        self.patch_norm = factory.norm(width) if settings.patch_norm else None
         self.pre_norm = factory.norm(width) if settings.pre_norm else None
 
     def forward(self, hidden: None, context: VisionContext) -> Tensor:
@@ -227,7 +275,10 @@ class PatchEmbed(nn.Module):
         assert patches is not None, "the first vision stage needs patches"
         self._check_sides(context.inputs)
         tables = context.tables(partial(self.index_tables, context))
-        tokens: Tensor = self._add_positions(self.proj(patches), tables)
+        tokens: Tensor = self.proj(patches)
+        if self.patch_norm is not None:
+            tokens = self.patch_norm(tokens)
+        tokens = self._add_positions(tokens, tables)
         if self.class_token is not None:
             tokens = self._insert_class_tokens(tokens, len(context.inputs.rows), tables)
         if context.window_side:
@@ -242,8 +293,9 @@ class PatchEmbed(nn.Module):
         if self.row_positions is not None:
             tables |= {"patch_rows": grid.row, "patch_cols": grid.col}
         elif self.position_grid:
-            places, weights = grid.bilinear_corners(inputs.rows, inputs.cols, self.position_grid)
-            tables |= {"corner_places": places, "corner_weights": weights[:, :, None]}
+            neighbors = grid.bicubic_neighbors if self.is_bicubic else grid.bilinear_corners
+            places, weights = neighbors(inputs.rows, inputs.cols, self.position_grid)
+            tables |= {"neighbor_places": places, "neighbor_weights": weights[:, :, None]}
         elif self.grid_positions is not None:
             tables["grid_places"] = context.extra_tokens + grid.row * self.max_side + grid.col
         if self.class_token is not None:
@@ -292,9 +344,10 @@ def _among_class_tokens(grid: PatchGrid, num_images: int) -> IntArray:
 
 def _interpolate(grid_positions: Tensor, tables: Mapping[str, Tensor]) -> Tensor:
     """Interpolate learned positions at every patch, in fp32: (N, hidden)."""
-    places, weights = tables["corner_places"], tables["corner_weights"]
-    corners = [F.embedding(place, grid_positions) * weight for place, weight in zip(places, weights, strict=True)]
-    interpolated: Tensor = corners[0] + corners[1] + corners[2] + corners[3]
+    places, weights = tables["neighbor_places"], tables["neighbor_weights"]
+    interpolated = F.embedding(places[0], grid_positions) * weights[0]
+    for place, weight in zip(places[1:], weights[1:], strict=True):
+        interpolated = interpolated + F.embedding(place, grid_positions) * weight
     return interpolated
 
 

@@ -318,6 +318,7 @@ def _tensor_parallel_sizes(unit: UnitShape, ranks_per_node: int) -> tuple[int, .
     widths = {layer.vocab for layer in unit.layers}
     widths |= {width for layer in unit.layers if layer.mlp is not None for width in layer.mlp.divided_widths}
     widths |= {width for mixer in mixers for width in (mixer.heads, mixer.kv_width)}
+    widths |= {layer.out for layer in unit.layers if layer.kind == "merger"}  # outputs of its convolution
     kv_heads = {mixer.kv_heads for mixer in mixers}
 
     def divides_all(tp: int) -> bool:

@@ -35,8 +35,10 @@ def check_encoder_parallelism(recipe: Recipe) -> Iterator[Problem]:
     """Tensor- and pipeline-parallel degrees of an encoder fit its heads, widths and layers."""
     for name, encoder in recipe.model.all_encoders.items():
         degrees = recipe.parallel.of(name)
-        of_resampler = {"projector.heads": encoder.projector.heads} if encoder.projector.heads else {}
-        yield from check_tp(name, degrees, heads=encoder.heads, ffn=encoder.ffn, **of_resampler)
+        of_projector = {"projector.heads": encoder.projector.heads} if encoder.projector.heads else {}
+        if encoder.projector.kind == "merger":
+            of_projector["projector.ffn"] = encoder.projector.ffn or recipe.model.llm.hidden
+        yield from check_tp(name, degrees, heads=encoder.heads, ffn=encoder.ffn, **of_projector)
         yield from _check_pp(name, degrees, encoder)
 
 

@@ -217,6 +217,14 @@ class ImageSettings(Section):
         affects={"plan", "lengths", "steps", "resume"},
         description="Largest area of an image in pixels, for `native`.",
     )
+    pixel_limits: Literal["image", "frames"] = setting(
+        "image",
+        affects={"plan", "lengths", "steps", "resume"},
+        added_later=True,
+        description="What `min_pixels` and `max_pixels` limit, for `native`: `image`, the area of an image, or "
+        "`frames`, the area times `model.vision.temporal_patch`, as of the frames that a patch joins. With `frames` an "
+        "image smaller than a merged patch is first enlarged without a change of its aspect ratio (GLM-4.5V).",
+    )
     max_source_pixels: PositiveInt = setting(
         100_000_000,
         affects={"plan", "lengths", "steps", "resume"},
@@ -267,12 +275,15 @@ class VideoSettings(Section):
         "rounded down to whole patches of `model.vision.temporal_patch` frames with `sampling: parts`. Default: "
         "`max_frames`, however long it is.",
     )
-    sampling: Literal["parts", "middles", "ends"] = setting(
+    sampling: Literal["parts", "middles", "ends", "seconds", "by_length"] = setting(
         "parts",
         affects={"plan", "lengths", "steps", "resume"},
         description="`parts`: a video is divided into equal parts, of which each shows its first frame (Qwen2-VL, "
         "LLaVA-OneVision). `middles`: each shows the one in its middle (InternVL). `ends`: frames are evenly spaced "
-        "from the first to the last one (Qwen3-VL).",
+        "from the first to the last one (Qwen3-VL). `seconds`: those on show at every 1 / `fps` of a second from the "
+        "start, as many as an even number of frames; if these are more than `max_frames`, as many at evenly spaced "
+        "times (GLM-4.5V). `by_length`: as many that a patch of frames lasts 1/3 s in videos of up to 30 s, 1 s in "
+        "those of up to 300 s, and 2 s in longer ones, at most `max_frames`; `fps` stays unset (GLM-4.6V).",
     )
     pixel_limits: Literal["frame", "video"] = setting(
         "frame",
@@ -316,7 +327,18 @@ class VideoSettings(Section):
             problems.append(f"min_frames {self.min_frames} is above max_frames {self.max_frames}")
         if self.min_pixels is not None and self.max_pixels is not None and self.min_pixels > self.max_pixels:
             problems.append(f"min_pixels {self.min_pixels} is above max_pixels {self.max_pixels}")
+        if self.sampling in ("seconds", "by_length") and self.min_frames > 1:
+            problems.append(
+                f"min_frames is {self.min_frames}; allowed with sampling `{self.sampling}`: 1, leave it out"
+            )
+        if self.sampling == "by_length" and self.fps is not None:
+            problems.append(f"fps is {self.fps:g}, but sampling `by_length` has rates of its own; set it to null")
         return self._without(problems)
+
+    @property
+    def states_times(self) -> bool:
+        """Return whether it is known when the items of a video are shown."""
+        return self.sampling in ("ends", "seconds", "by_length")
 
 
 class AudioDataSettings(Section):

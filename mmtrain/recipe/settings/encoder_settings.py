@@ -17,12 +17,13 @@ MODALITY_DESCRIPTION = (
 class ProjectorSettings(Section):
     """What maps encoder features to the width of the LLM. It trains even if its encoder is frozen."""
 
-    kind: Literal["mlp", "linear", "resampler"] = setting(
+    kind: Literal["mlp", "linear", "resampler", "merger"] = setting(
         "mlp",
         affects={"plan", "resume"},
         description="`mlp`: two linear layers with an activation between them. `linear`: one (Qwen2-Audio). "
         "`resampler`: learned queries attend to the features of each image or clip, and one linear follows "
-        "(cross-attention, as in Qwen-VL, arXiv 2308.12966).",
+        "(cross-attention, as in Qwen-VL, arXiv 2308.12966). `merger`: a convolution over the merged tokens, which "
+        "has a bias, a linear, a layer norm, GELU, and a gated MLP (GLM-4.1V and its successors, arXiv 2507.01006).",
     )
     queries: PositiveInt | None = setting(
         None,
@@ -39,7 +40,9 @@ class ProjectorSettings(Section):
     )
     bias: bool = setting(True, affects={"plan", "resume"}, description="Bias of the linears. Gemma 3 has none.")
     activation: Literal["gelu", "gelu_tanh", "silu"] = setting(
-        "gelu", affects={"plan", "resume"}, description="Activation between the two linear layers."
+        "gelu",
+        affects={"plan", "resume"},
+        description="Activation between the two linear layers; of a `merger`, that of its gated MLP.",
     )
     norm: bool = setting(
         False, affects={"plan", "resume"}, description="Apply a norm to the merged tokens before the first linear."
@@ -51,12 +54,15 @@ class ProjectorSettings(Section):
         "3). Default: the encoder's.",
     )
     norm_eps: float | None = setting(
-        None, gt=0, affects={"resume"}, description="Epsilon of that norm. Default: the encoder's."
+        None,
+        gt=0,
+        affects={"resume"},
+        description="Epsilon of that norm, and of the layer norm of a `merger`. Default: the encoder's.",
     )
     ffn: PositiveInt | None = setting(
         None,
         affects={"plan", "resume"},
-        description="Width between the two linears. Default: the width of the LLM.",
+        description="Width between the two linears, or of the gated MLP of a `merger`. Default: the LLM's width.",
     )
     freeze: bool = setting(False, affects={"plan", "resume"}, description="Do not train the projector.")
 
@@ -71,6 +77,9 @@ class ProjectorSettings(Section):
             if getattr(self, name) is not None:
                 allowed = "mlp" if is_resampler else "resampler"
                 problems.append(f"{name} is set beside kind `{self.kind}`; allowed with `{allowed}`")
+        if self.kind == "merger" and (self.norm or self.norm_kind is not None):
+            name = "norm" if self.norm else "norm_kind"
+            problems.append(f"{name} is set beside kind `merger`, which has a layer norm of its own; leave it out")
         return self._without(problems)
 
 

@@ -66,6 +66,12 @@ class VisionSettings(EncoderSettings):
         affects={"plan", "steps", "resume"},
         description="Multiply what attention and MLP add to the residual stream by a learned vector each (InternViT).",
     )
+    linear_bias: bool = setting(
+        True,
+        affects={"plan", "steps", "resume"},
+        added_later=True,
+        description="Bias in the output projections of attention and in the MLPs of blocks. GLM-4.5V has none.",
+    )
     patch_bias: bool = setting(True, affects={"plan", "steps", "resume"}, description="Bias in the patch embedding.")
     positions: Literal["factorized", "grid", "rotary"] = setting(
         "factorized",
@@ -80,7 +86,14 @@ class VisionSettings(EncoderSettings):
         ge=0,
         affects={"plan", "steps", "resume"},
         description="With positions `rotary`: side of a square table of learned vectors, which is stretched over each "
-        "image by bilinear interpolation and added to its patches (Qwen3-VL). 0: none.",
+        "image, as `position_interpolation` says, and added to its patches (Qwen3-VL). 0: none.",
+    )
+    position_interpolation: Literal["bilinear", "bicubic"] = setting(
+        "bilinear",
+        affects={"plan", "steps", "resume"},
+        added_later=True,
+        description="How the table of `position_grid` is stretched over an image. `bilinear`: corner on corner "
+        "(Qwen3-VL). `bicubic`: edge on edge (GLM-4.5V).",
     )
     max_side: PositiveInt = setting(
         64,
@@ -121,6 +134,12 @@ class VisionSettings(EncoderSettings):
         False,
         affects={"plan", "steps", "resume"},
         description="Apply a layer norm to the embedded patches before the first block (CLIP).",
+    )
+    patch_norm: bool = setting(
+        False,
+        affects={"plan", "steps", "resume"},
+        added_later=True,
+        description="Apply a norm to the embedded patches before positions are added (GLM-4.5V).",
     )
     post_norm: bool = setting(
         True, affects={"plan", "steps", "resume"}, description="Apply a layer norm to the output of the last block."
@@ -217,6 +236,8 @@ class VisionSettings(EncoderSettings):
             problems.append("class_token is set; it has no place with positions `rotary` or with `window`")
         if self.position_grid and self.positions != "rotary":
             problems.append(f"position_grid is set beside positions `{self.positions}`; allowed with `rotary`")
+        if self.position_interpolation != "bilinear" and not self.position_grid:
+            problems.append("position_interpolation is set; allowed with position_grid")
         problems += self._window_problems()
         problems += self._deepstack_problems()
         problems += self._resampler_problems()
