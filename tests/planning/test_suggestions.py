@@ -61,6 +61,25 @@ def test_the_suggested_number_of_ranks_is_enough() -> None:
     suggested(named // 2, 0.03, **UNIFIED)
 
 
+def test_a_mixture_is_told_what_room_it_needs_on_as_many_ranks_for_its_experts_as_need_least() -> None:
+    """Eight replicas could hold the experts together, more than there are ranks, and two need least."""
+    moe = {"experts": 16, "top_k": 2, "ffn": 64}
+
+    def planned_with(memory_gib: float) -> Plan:
+        cluster, parallel = {"memory_gib": memory_gib}, {"placement": "unified"}
+        settings = recipe(llm={"moe": moe}, parallel=parallel, cluster=cluster)
+        return plan_recipe(settings, lengths(), world_size=2, hardware="cpu-core", recipe_sha256="f" * 64)
+
+    with pytest.raises(PlanError) as error:
+        planned_with(0.01)
+    found = re.search(r"(\d+) ranks; ranks with ([0-9.]+) GiB", str(error.value))
+    assert found is not None, str(error.value)
+    assert int(found[1]) > 2
+    assert planned_with(float(found[2])).world_size == 2
+    with pytest.raises(PlanError):
+        planned_with(float(found[2]) * 0.9)
+
+
 @pytest.mark.parametrize("world_size", [4, pytest.param(8, marks=pytest.mark.slow)])
 def test_nothing_is_suggested_that_only_makes_room_with_tensor_parallel_groups_on_two_nodes(world_size: int) -> None:
     """Plan in nodes of three, where every second group of two ranks lies on two nodes."""
