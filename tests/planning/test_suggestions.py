@@ -1,5 +1,6 @@
 """When nothing fits: each change that the message suggests lets a plan fit, and half of it does not."""
 
+import math
 import re
 from typing import Any
 
@@ -7,7 +8,9 @@ import pytest
 
 from mmtrain.errors import PlanError
 from mmtrain.planning import Plan
-from tests.planning.factory import lengths, recipe
+from mmtrain.planning.search.variants import with_expert_ranks
+from mmtrain.planning.space.budget import DEFAULT_BUDGET
+from tests.planning.factory import lengths, problem_for, recipe
 from tests.plans import plan_recipe
 
 
@@ -61,23 +64,18 @@ def test_the_suggested_number_of_ranks_is_enough() -> None:
     suggested(named // 2, 0.03, **UNIFIED)
 
 
-def test_a_mixture_is_told_what_room_it_needs_on_as_many_ranks_for_its_experts_as_need_least() -> None:
-    """Eight replicas could hold the experts together, more than there are ranks, and two need least."""
-    moe = {"experts": 16, "top_k": 2, "ffn": 64}
-
-    def planned_with(memory_gib: float) -> Plan:
-        cluster, parallel = {"memory_gib": memory_gib}, {"placement": "unified"}
-        settings = recipe(llm={"moe": moe}, parallel=parallel, cluster=cluster)
-        return plan_recipe(settings, lengths(), world_size=2, hardware="cpu-core", recipe_sha256="f" * 64)
-
-    with pytest.raises(PlanError) as error:
-        planned_with(0.01)
-    found = re.search(r"(\d+) ranks; ranks with ([0-9.]+) GiB", str(error.value))
-    assert found is not None, str(error.value)
-    assert int(found[1]) > 2
-    assert planned_with(float(found[2])).world_size == 2
-    with pytest.raises(PlanError):
-        planned_with(float(found[2]) * 0.9)
+def test_a_mixture_that_fits_nowhere_is_explained_with_experts_on_as_many_ranks_as_there_are() -> None:
+    """Up to eight replicas could hold them together, which leaves two ranks no mesh and so no hint."""
+    settings = recipe(
+        vision=None,
+        llm={"layers": 2, "moe": {"experts": 16, "top_k": 2, "ffn": 64}},
+        parallel={"placement": "unified", "llm": {"tp": 1, "pp": 1, "recompute": "all"}},
+        cluster={"memory_gib": 0.001},
+    )
+    problem = with_expert_ranks(problem_for(settings, world_size=2), DEFAULT_BUDGET)
+    assert set(problem.expert_steps_s.values()) == {math.inf}
+    assert max(problem.expert_steps_s) == 8
+    assert problem.choices["llm"].ep == 2, "a rank holds half of the experts"
 
 
 @pytest.mark.parametrize("world_size", [4, pytest.param(8, marks=pytest.mark.slow)])
