@@ -5,6 +5,7 @@ from collections.abc import Container
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
+from typing import Literal
 
 from mmtrain.costs.analytic_costs import AnalyticCosts
 from mmtrain.costs.cost_model import CostModel
@@ -16,9 +17,10 @@ from mmtrain.costs.measured_costs import MeasuredCosts
 from mmtrain.costs.recorded_costs import RECORDED_COSTS_FILE
 from mmtrain.costs.time_spread import TimeSpread
 from mmtrain.errors import PlanError
-from mmtrain.models.shapes.model_shape import ModelShape
+from mmtrain.models.shapes.model_shape import DEFAULT_EXPERT_SPREAD, ModelShape
 from mmtrain.recipe.settings.schema import Recipe
 
+SpreadSource = Literal["recipe", "run", "default"]
 _SETTING_OF = {"hardware": "cluster.hardware", "precision": "train.precision"}
 
 
@@ -63,6 +65,15 @@ def machine_with_spread(recipe: Recipe, hardware: str) -> Hardware:
             layers = spread.layers if known.layers is None else known.layers
             spread = TimeSpread(ranks, layers)
     return replace(machine, time_spread=spread)
+
+
+def expert_spread(recipe: Recipe, costs: CostModel) -> tuple[float, SpreadSource]:
+    """Return how unevenly experts are loaded, and who says so: the recipe, else a run that recorded `costs`."""
+    stated = recipe.parallel.llm.expert_spread
+    if stated != "auto":
+        return stated, "recipe"
+    recorded = costs.table.expert_spread if isinstance(costs, MeasuredCosts) else None
+    return (DEFAULT_EXPERT_SPREAD, "default") if recorded is None else (recorded, "run")
 
 
 def _load_table(table: Path) -> CostTable:

@@ -195,6 +195,8 @@ class CostTable(_Frozen):
     # What a pass loses each time it stops inside a layer for other work and goes on; None: not measured.
     cut_s: Seconds | None = None
     time_spread: MeasuredSpread | None = None  # None: not measured
+    # Of a run whose LLM has experts: standard deviation of their tokens in a pass over the mean; see `MoeMlp`.
+    expert_spread: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     held_out_error: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None  # median, relative, of its layers
     layer_scales: tuple[LayerScale, ...] = ()
     message_scale: Scale = 1.0  # of messages between two ranks, and of all-to-alls
@@ -258,11 +260,13 @@ class CostTable(_Frozen):
         newest_speed = self.core_speed if newer.core_speed is None else newer.core_speed
         newest_cut_s = self.cut_s if newer.cut_s is None else newer.cut_s
         newest_spread = self.time_spread if newer.time_spread is None else newer.time_spread
+        newest_loads = self.expert_spread if newer.expert_spread is None else newer.expert_spread
         return newer.model_copy(
             update={
                 "core_speed": newest_speed,
                 "cut_s": newest_cut_s,
                 "time_spread": newest_spread,
+                "expert_spread": newest_loads,
                 "held_out_error": newest_error,
                 "layers": tuple(layers.values()),
                 "messages": tuple(messages.values()),

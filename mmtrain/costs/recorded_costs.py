@@ -31,10 +31,12 @@ def recorded_table(
     shape: ModelShape,
     ratios: RecordedRatios,
     run: str | None = None,
+    expert_spread: float | None = None,
 ) -> CostTable:
     """Return the table of `costs`, corrected by the ratios of what was recorded to what `costs` predicted.
 
-    run: the folder of the run that recorded them.
+    run: the folder of the run that recorded them. expert_spread: how unevenly its experts were loaded, at which the
+    predictions of `ratios` were made; None without mixtures of experts.
 
     All layers of a unit are corrected alike, and where several units have the same layer, the last one counts: records
     tell units apart, not layers. A table that was corrected before is corrected further.
@@ -44,7 +46,8 @@ def recorded_table(
         forward, backward = ratios.forward.get(unit.name, 1.0), ratios.backward.get(unit.name, 1.0)
         for layer in map(layer_fields, unit.layers):
             scales[layer_key(layer)] = LayerScale(layer=layer, forward=forward, backward=backward)
-    return scaled_table(costs, machine, precision, scales, ratios, run)
+    table = scaled_table(costs, machine, precision, scales, ratios, run)
+    return table if expert_spread is None else table.model_copy(update={"expert_spread": expert_spread})
 
 
 def with_activation_ratios(

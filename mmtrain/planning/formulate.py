@@ -7,10 +7,10 @@ from itertools import islice
 
 from mmtrain.balance import Grouping, SampleLengths
 from mmtrain.costs import Hardware, costs_for, machine_with_spread, precision_for
-from mmtrain.costs.choose import require_model_of_run
+from mmtrain.costs.choose import expert_spread, require_model_of_run
 from mmtrain.costs.find_hardware import MAX_RATIO_OF_DEVICES
 from mmtrain.errors import PlanError
-from mmtrain.models.shapes.model_shape import build_model_shape
+from mmtrain.models.shapes.model_shape import build_model_shape, with_expert_spread
 from mmtrain.planning.advise.infeasible import explain_infeasible, has_meshes
 from mmtrain.planning.artifact.plan import Placement
 from mmtrain.planning.space.budget import DEFAULT_BUDGET, MeshBudget, SearchBudget
@@ -65,6 +65,7 @@ def formulate_problem(
     machine = machine.at_pace_of(min(counts, default=world_size))
     costs = costs_for(machine, precision, recipe.cluster.costs)
     require_model_of_run(costs, shape)
+    shape = with_expert_spread(shape, expert_spread(recipe, costs)[0])
     return PlanningProblem(
         recipe=recipe,
         recipe_sha256=recipe_sha256,

@@ -16,6 +16,9 @@ class ExpertLoads:
     fullest_rank: float  # of ranks that hold experts together, tokens of the fullest over the mean
     max_over_mean: Mapping[str, float]  # by layer: tokens of its fullest expert in a step over the mean
     dead: Mapping[str, list[int]]  # by layer: experts without a token in any step
+    # Losses of routers in the first and in the last step, see `ExpertMetrics`; None where they are off.
+    balance_loss: tuple[float, float] | None = None
+    z_loss: tuple[float, float] | None = None
 
     @classmethod
     def of_logged(cls, metrics: Sequence[Mapping[str, Any]] | None) -> "ExpertLoads | None":
@@ -33,6 +36,8 @@ class ExpertLoads:
                 for layer in layers
             },
             dead={layer: sorted(experts) for layer, experts in dead.items() if experts},
+            balance_loss=_ends(steps, "balance_loss"),
+            z_loss=_ends(steps, "z_loss"),
         )
 
     def sentences(self) -> list[str]:
@@ -46,9 +51,24 @@ class ExpertLoads:
             f"{self.spread:.2g}){of_ranks}. The fullest expert of {fullest} had {self.max_over_mean[fullest]:.1f}x the "
             "mean of its layer in a step."
         )
+        sentences = [text, *self._loss_sentences()]
         if not self.dead:
-            return [text, "No expert was without a token in all steps."]
+            return [*sentences, "No expert was without a token in all steps."]
         named = [f"{layer}: {', '.join(map(str, experts))}" for layer, experts in self.dead.items()]
         more = f"; and in {len(named) - MAX_DEAD_LAYERS} more layers" if len(named) > MAX_DEAD_LAYERS else ""
         number = sum(map(len, self.dead.values()))
-        return [text, f"{number} experts had no token in any step: {'; '.join(named[:MAX_DEAD_LAYERS])}{more}."]
+        dead = f"{number} experts had no token in any step: {'; '.join(named[:MAX_DEAD_LAYERS])}{more}."
+        return [*sentences, dead]
+
+    def _loss_sentences(self) -> list[str]:
+        losses = {"balancing loss (1: even in each sample)": self.balance_loss, "z-loss": self.z_loss}
+        changes = [f"{name} from {ends[0]:.4g} to {ends[1]:.4g}" for name, ends in losses.items() if ends is not None]
+        if not changes:
+            return []
+        return [f"Routers, means over their blocks without coefficients: {', '.join(changes)}."]
+
+
+def _ends(steps: Sequence[Mapping[str, Any]], name: str) -> tuple[float, float] | None:
+    """Return a number of the first and of the last step that has it."""
+    values = [step[name] for step in steps if step.get(name) is not None]
+    return (values[0], values[-1]) if values else None

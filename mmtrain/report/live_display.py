@@ -14,7 +14,14 @@ from rich.table import Table
 from rich.text import Text
 
 from mmtrain.report.metrics_record import StepMetrics, compact_number
-from mmtrain.report.step_text import TIME_LABELS, ProgressClock, clock_text, held_out_text, step_line
+from mmtrain.report.step_text import (
+    TIME_LABELS,
+    ProgressClock,
+    clock_text,
+    held_out_text,
+    router_losses_text,
+    step_line,
+)
 
 _TIME_COLORS = {"compute": "green", "wait": "yellow", "communication": "cyan", "data": "magenta"}
 
@@ -63,12 +70,15 @@ class LiveProgress:
             lines.append(Text("waiting for the first step", style="dim"))
         else:
             lines += [
-                _loss(self._losses, held_out_text(self._val_loss, self._val_exact), inner, options.ascii_only),
+                _loss(self._losses, self._beside_loss(last), inner, options.ascii_only),
                 _figures(last),
                 _time(last, inner, options.ascii_only),
             ]
         title = Text.assemble((self._title, "bold"), "  step ", f"{done}/{self._clock.num_steps}")
         yield Panel(Group(*lines), title=title, title_align="left", width=width, border_style="blue")
+
+    def _beside_loss(self, last: StepMetrics) -> str:
+        return held_out_text(self._val_loss, self._val_exact) + router_losses_text(last.experts)
 
 
 def sparkline(values: Sequence[float], width: int, ascii_only: bool = False) -> str:
@@ -104,10 +114,11 @@ def _bar(clock: ProgressClock, done: int) -> Table:
     return row
 
 
-def _loss(losses: Sequence[float], held_out: str, width: int, ascii_only: bool) -> Text:
+def _loss(losses: Sequence[float], others: str, width: int, ascii_only: bool) -> Text:
+    """Draw the curve of the loss between its last value and other losses."""
     label = f"loss {losses[-1]:.4f}  "
-    curve = sparkline(losses, max(8, width - len(label) - len(held_out)), ascii_only)
-    return Text.assemble((label, "bold"), (curve, "blue"), held_out, no_wrap=True)
+    curve = sparkline(losses, max(8, width - len(label) - len(others)), ascii_only)
+    return Text.assemble((label, "bold"), (curve, "blue"), others, no_wrap=True)
 
 
 def _figures(last: StepMetrics) -> Text:

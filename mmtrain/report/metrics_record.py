@@ -72,14 +72,20 @@ class ExpertMetrics:
     spread: float  # standard deviation of the experts' tokens in a pass over their mean: `parallel.llm.expert_spread`
     fullest_rank: float  # of ranks that hold experts together, tokens of the fullest in a pass over the mean
     dead: Mapping[str, tuple[int, ...]]  # by layer: experts without a token in the step
+    # Losses of routers, means over the tokens of the step and over layers, without coefficients; None where they are
+    # off. Balanced: 1 if the experts share each sample evenly.
+    balance_loss: float | None = None
+    z_loss: float | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as part of an object of `metrics.jsonl`."""
+        """Return it as part of an object of `metrics.jsonl`, without losses that are off."""
+        losses = {"balance_loss": self.balance_loss, "z_loss": self.z_loss}
         return {
             "spread": self.spread,
             "fullest_rank": self.fullest_rank,
             "max_over_mean": dict(self.max_over_mean),
             "dead": {layer: list(experts) for layer, experts in self.dead.items()},
+            **{name: _finite(loss) for name, loss in losses.items() if loss is not None},
         }
 
 

@@ -19,6 +19,11 @@ BALANCE_LEGEND = (
     "Variances of the parameters in billions, of the number of layers, and of the forward of one LLM microbatch in ms; "
     "hidden states sent by the forwards of a step; GPU-days for a million samples."
 )
+_SPREAD_SOURCES = {
+    "recipe": "from the recipe",
+    "run": "as the run in `cluster.costs` recorded",
+    "default": "the default; `cluster.costs: RUN` takes what a run recorded",
+}
 PHASE_LEGEND = (
     "Tokens of the fullest rank over those of the mean rank, before and after balancing, of each unit; seconds of a "
     "step in which ranks dispatch."
@@ -276,9 +281,9 @@ def _expert_sentences(plan: Plan) -> Iterator[str]:
         return
     if experts.spread:
         yield (
-            f"Experts are loaded unevenly (parallel.llm.expert_spread {experts.spread:g}; `mmtrain report` states what "
-            f"a run recorded): the fullest of {ep} ranks computes {experts.fullest_rank:.2f}x the mean, so that a step "
-            f"takes {experts.slower:.1%} longer."
+            f"Experts are loaded unevenly (parallel.llm.expert_spread {experts.spread:.3g}, "
+            f"{_SPREAD_SOURCES[experts.source]}): the fullest of {ep} ranks computes {experts.fullest_rank:.2f}x the "
+            f"mean, so that a step takes {experts.slower:.1%} longer."
         )
     found = {number: seconds for number, seconds in experts.steps_s.items() if seconds is not None}
     if not experts.steps_s:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+_ROUTER_LOSSES = ("balance_loss", "z_loss")  # of runs that train with them
 NOT_CURVES = ("step", "slow_ranks", "bound_sample")  # entries of a logged step that are no numbers
 
 
@@ -22,7 +23,9 @@ def step_scalars(entry: Mapping[str, Any]) -> dict[str, float]:
         scalars |= {f"off_node_{name}/{unit}": value for name, value in volume.items()}
     scalars |= {f"dispatch/{name}": value for name, value in dispatch.items()}
     if experts := rest.pop("experts", None):
-        scalars |= {f"experts/{name}": experts[name] for name in ("spread", "fullest_rank")}
+        scalars |= {
+            f"experts/{name}": experts[name] for name in ("spread", "fullest_rank", *_ROUTER_LOSSES) if name in experts
+        }
         scalars["experts/max_over_mean"] = max(experts["max_over_mean"].values(), default=0.0)
         scalars["experts/dead"] = sum(map(len, experts["dead"].values()))
     scalars |= {f"train/{name}": value for name, value in rest.items() if name not in NOT_CURVES}

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 
-from mmtrain.report.metrics_record import StepMetrics, compact_number
+from mmtrain.report.metrics_record import ExpertMetrics, StepMetrics, compact_number
 
 TIME_LABELS = {"compute": "compute", "wait": "wait", "communication": "comm", "data": "data"}
 
@@ -58,7 +58,8 @@ def step_line(metrics: StepMetrics, num_steps: int, left_s: float | None) -> str
     drawing = "" if metrics.drawing_loss is None else f"  draw {metrics.drawing_loss:.4f}"
     validation = held_out_text(metrics.val_loss, metrics.val_exact, metrics.val_drawing_loss)
     return (
-        f"step {metrics.step:>{len(str(num_steps)) + 1}}/{num_steps}  loss {metrics.loss:.4f}{drawing}{validation}  "
+        f"step {metrics.step:>{len(str(num_steps)) + 1}}/{num_steps}  loss {metrics.loss:.4f}{drawing}{validation}"
+        f"{router_losses_text(metrics.experts)}  "
         f"lr {metrics.lr:.1e}  gnorm {metrics.grad_norm:.2f}  tok/s {compact_number(metrics.tokens_per_s)}  "
         f"mfu {metrics.mfu:.1%}  left {clock_text(left_s)}  | {shares_text(metrics)}"
     )
@@ -70,6 +71,14 @@ def held_out_text(val_loss: float | None, val_exact: float | None, val_drawing_l
     if val_drawing_loss is not None:
         loss += f"  val draw {val_drawing_loss:.4f}"
     return loss if val_exact is None else f"{loss}  exact {val_exact:.1%}"
+
+
+def router_losses_text(experts: ExpertMetrics | None) -> str:
+    """Write the losses of routers that train with them, without coefficients: `  balance 1.0312  router z 8.1234`."""
+    if experts is None:
+        return ""
+    losses = {"balance": experts.balance_loss, "router z": experts.z_loss}
+    return "".join(f"  {name} {loss:.4f}" for name, loss in losses.items() if loss is not None)
 
 
 def shares_text(metrics: StepMetrics) -> str:

@@ -3,9 +3,10 @@
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from mmtrain.costs import AnalyticCosts, GroupLayout, TokenLoad, costs_for, preset
-from mmtrain.costs.choose import require_model_of_run
+from mmtrain.costs.choose import expert_spread, require_model_of_run
 from mmtrain.costs.cost_model import LayerWork
 from mmtrain.costs.cost_table import CostTable
 from mmtrain.costs.recorded_costs import RECORDED_COSTS_FILE, RecordedRatios, costs_of_table, recorded_table
@@ -67,6 +68,20 @@ def test_a_folder_of_one_word_is_a_run_where_no_table_has_its_name(
     assert "the run try recorded" in costs_for(MACHINE, "fp32", Path("try")).source
     Path("cpu-core").mkdir()
     assert "the run" not in costs_for(MACHINE, "fp32", Path("cpu-core")).source
+
+
+def test_unequal_loads_of_experts_are_as_stated_else_as_recorded_else_a_default(tmp_path: Path) -> None:
+    moe = {"moe": {"experts": 8, "top_k": 2, "ffn": 32}}
+    auto, stated = recipe(llm=moe), recipe(llm=moe, parallel={"llm": {"expert_spread": 0.0}})
+    base, path = AnalyticCosts(MACHINE, "fp32"), tmp_path / "costs.json"
+    recorded_table(base, MACHINE, "fp32", build_model_shape(auto), RATIOS, "try", 0.75).save(path)
+    recorded = costs_for(MACHINE, "fp32", path)
+    assert expert_spread(stated, recorded) == (0.0, "recipe")
+    assert expert_spread(auto, recorded) == (0.75, "run")
+    assert expert_spread(auto, base) == (0.3, "default")
+    assert build_model_shape(auto).unit("llm").layers[1].mlp.load_spread == 0.3  # type: ignore[union-attr]
+    with pytest.raises(ValidationError, match=r"expert_spread.*\n.*less than or equal to 10"):
+        recipe(llm=moe, parallel={"llm": {"expert_spread": 11}})
 
 
 def test_a_table_is_corrected_further_by_a_later_record() -> None:

@@ -1,5 +1,6 @@
 """Mixtures of experts compute under any plan what one process does sample by sample."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -8,22 +9,27 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from mmtrain.costs import preset
 from mmtrain.costs.gradient_reduction import BYTES_PER_GRADIENT
 from mmtrain.costs.rank_memory import StateBytes, layer_state
+from mmtrain.costs.recorded_costs import RecordedRatios, costs_of_table, recorded_table
 from mmtrain.models.kernels import grouped_gemm
 from mmtrain.models.megatron.experts import ExpertMlp
-from mmtrain.models.shapes.model_shape import build_model_shape
+from mmtrain.models.megatron.router import Router
+from mmtrain.models.shapes.model_shape import build_model_shape, with_expert_spread
 from mmtrain.planning import Plan
-from mmtrain.planning.artifact.plan_graph import planned_shape
+from mmtrain.planning.artifact.plan_graph import planned_shape, stage_graph
 from mmtrain.planning.evaluate.simulate_plan import plan_timing
+from mmtrain.program.ir.actions import Backward, Forward
 from mmtrain.program.ir.data_dependencies import gradient_buckets, participants
+from mmtrain.program.ir.graph import Microbatch, StageId
 from mmtrain.recipe import Recipe
 from mmtrain.report.metrics_record import ExpertMetrics
 from mmtrain.runtime.execution.rank_context import build_rank_context
-from mmtrain.runtime.training.expert_reduction import ExpertLoadReducer
+from mmtrain.runtime.training.expert_reduction import ExpertLoadReducer, ratios_at_spread
 from mmtrain.runtime.world import World
 from tests.distributed import run_ranks
-from tests.flow.cases import SAMPLES, Mesh, batch, plan, recipe, step_data
+from tests.flow.cases import SAMPLES, Mesh, Reference, batch, plan, recipe, step_data
 from tests.flow.cells import ADAPTED
 from tests.flow.equality import assert_equals_one_process, train_steps
 from tests.flow.gather import whole
@@ -137,6 +143,9 @@ SIX_EXPERTS: dict[str, Any] = {
     "model__llm__moe": {"experts": 6, "top_k": 2, "ffn": 16, "dense_blocks": (1,)},
     "train__optimizer__clip_norm": 0.05,
 }
+WITH_LOSSES: dict[str, Any] = {
+    "model__llm__moe": {**SIX_EXPERTS["model__llm__moe"], "balance_loss": 0.3, "z_loss": 0.02}
+}
 # Replicas that hold the experts of a block together.
 EXPERT_PARALLEL: dict[str, tuple[dict[str, Any], dict[str, Mesh]]] = {
     "ep2": (SIX_EXPERTS, {"vision": Mesh((), (0,)), "llm": Mesh((), (1, 2), dp=2, ep=2)}),
@@ -212,7 +221,7 @@ def test_costs_count_the_state_of_experts_that_ranks_hold_apart() -> None:
 
 
 def test_every_plan_records_the_same_loads_of_experts() -> None:
-    settings = recipe(**SIX_EXPERTS)
+    settings = recipe(**WITH_LOSSES)
     alone = plan(settings, vision=Mesh((), (0,)), llm=Mesh((), (0,)))
     llm = Mesh((2,), (1, 2, 3, 4, 5, 6, 7, 8), dp=2, tp=2, ep=2, recompute=(1, 3))
     shared = plan(settings, vision=Mesh((), (0,)), llm=llm)
@@ -225,6 +234,61 @@ def test_every_plan_records_the_same_loads_of_experts() -> None:
         assert of_rank.dead == expected.dead
         assert 1 < of_rank.fullest_rank < 2
         assert of_rank.spread > 0
+        assert of_rank.balance_loss == pytest.approx(expected.balance_loss, rel=1e-5)
+        assert of_rank.z_loss == pytest.approx(expected.z_loss, rel=1e-5)
+
+
+def test_recorded_costs_price_unequal_loads_of_experts_once() -> None:
+    """Steps recorded with uneven experts are predicted as recorded by the table made of them, at its spread."""
+    moe = {"experts": 6, "top_k": 2, "ffn": 4096}  # which take most of the step
+    settings = recipe(model__llm__moe=moe, parallel__llm__expert_spread=0.3)
+    layout = plan(settings, vision=Mesh((), (0,)), llm=Mesh((2,), (1, 2, 3, 4), dp=2, ep=2))
+    of_step = batch(0, SAMPLES, {"vision": 1, "llm": 2}, layout.schedule.num_microbatches)
+    timing = plan_timing(settings, layout, of_step)
+    machine, uneven = preset("cpu-core"), replace(timing, shape=with_expert_spread(timing.shape, 0.9))
+    passes = [kind(StageId("llm", stage), Microbatch("llm", 0, 0)) for kind in (Forward, Backward) for stage in (0, 1)]
+    ratio = {
+        kind: sum(uneven.compute(run) for run in passes if isinstance(run, kind))
+        / sum(timing.compute(run) for run in passes if isinstance(run, kind))
+        for kind in (Forward, Backward)
+    }
+    assert min(ratio.values()) > 1.05
+    recorded = RecordedRatios({"llm": ratio[Forward], "vision": 2.0}, {"llm": 3 * ratio[Backward]})
+    ratios = ratios_at_spread(recorded, timing, 0.9)
+    assert ratios.forward == pytest.approx({"llm": 1.0, "vision": 2.0}, rel=0.02)
+    assert ratios.backward == pytest.approx({"llm": 3.0}, rel=0.02)
+    table = recorded_table(timing.costs, machine, "fp32", timing.shape, ratios, None, 0.9)
+    again = replace(uneven, costs=costs_of_table(table, machine, "fp32"))
+    for run in passes:
+        scale = 3.0 if isinstance(run, Backward) else 1.0
+        assert again.compute(run) == pytest.approx(scale * uneven.compute(run), rel=0.02)
+    alone = replace(timing, graph=stage_graph(plan(settings, vision=Mesh((), (0,)), llm=Mesh((), (0,))), timing.shape))
+    assert ratios_at_spread(recorded, alone, 0.9) == recorded
+
+
+@pytest.mark.slow  # 6 s
+@pytest.mark.parametrize("changes", [WITH_LOSSES, SHARED])
+def test_losses_of_routers_are_those_of_one_process_that_computes_sample_by_sample(changes: dict[str, Any]) -> None:
+    settings = recipe(**changes)
+    [expected] = run_ranks(1, _router_losses_alone, settings)
+    assert expected[0] > 1, "experts are loaded unevenly"
+    vision = Mesh((), (0,))
+    for layout in (
+        plan(settings, vision=vision, llm=Mesh((1, 2, 3), (1, 2, 3, 4), dp=2, vpp=2, ep=2)),
+        plan(settings, vision=vision, llm=Mesh((), (1, 2), cp=2, split="even", ep=2)),
+        plan(settings, vision=vision, llm=Mesh((2,), (1, 2, 3, 4), tp=2, sp=True, recompute=(1, 2, 3))),
+        replicated(settings, 2, 2, (), "all"),
+    ):
+        for loads in run_ranks(layout.world_size, _loads_of_step, settings, layout):
+            assert (loads.balance_loss, loads.z_loss) == pytest.approx(expected, rel=1e-5), layout.units
+
+
+def _router_losses_alone(settings: Recipe) -> tuple[float, float]:
+    reference = Reference(settings)
+    reference.step()
+    taken = [module.take_losses() for module in reference.stages["llm"].modules() if isinstance(module, Router)]
+    balance, z_loss = torch.stack([losses for losses in taken if losses is not None]).mean(dim=0).tolist()
+    return balance, z_loss
 
 
 def _loads_of_step(settings: Recipe, layout: Plan) -> ExpertMetrics:

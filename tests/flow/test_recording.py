@@ -1,6 +1,7 @@
 """What a whole run says of its time: traces, traffic by edge, slow ranks."""
 
 import json
+import statistics
 from pathlib import Path
 
 import pytest
@@ -12,13 +13,15 @@ from mmtrain.costs.recorded_costs import RECORDED_COSTS_FILE
 from mmtrain.data import build_index
 from mmtrain.errors import PlanError
 from mmtrain.models.shapes.model_shape import build_model_shape
+from mmtrain.planning import Plan
 from mmtrain.planning.artifact.plan_files import load_plan
-from mmtrain.planning.artifact.plan_graph import stage_graph
+from mmtrain.planning.artifact.plan_graph import planned_shape, stage_graph
 from mmtrain.program import Compute, Partial, build_program, chrome_trace
 from mmtrain.program.ir.segments import expand_all
 from mmtrain.program.trace.measured_timeline import measured_timeline
 from mmtrain.program.trace.step_record import StepRecord
 from mmtrain.report import read_metrics
+from mmtrain.report.plan_view import plan_table
 from mmtrain.runtime.execution.rank_context import build_rank_context
 from mmtrain.runtime.resilience.stragglers import STRAGGLER_WINDOW_STEPS
 from mmtrain.runtime.run_folder import PLAN_FILE, TRACE_FILE
@@ -103,6 +106,37 @@ def test_parts_of_stages_are_drawn_where_they_ran() -> None:
         todo = [a for a in expand_all(graph, program.for_rank(rank)) if isinstance(a, Compute)]
         assert any(isinstance(a, Partial) for a in todo)
         assert [s.action for s in timeline.spans if s.rank == rank and isinstance(s.action, Compute)] == todo
+
+
+@pytest.mark.slow  # 20 s
+def test_loads_of_experts_that_a_run_recorded_are_those_of_later_plans(data: Path, tmp_path: Path) -> None:
+    settings = (
+        "parallel.placement=unified", "parallel.llm.dp=2", "parallel.llm.ep=2", "train.checkpoint.every=0",
+        "model.llm.moe={experts: 8, top_k: 2, ffn: 32}", "train.global_batch=8",
+    )  # fmt: skip
+    run = tmp_path / "run"
+    request = request_for(data, run, f"train.steps={MEDIAN_STEPS}", *settings)
+    assert run_all(request, request) == ["", ""]
+    spreads = [step["experts"]["spread"] for step in read_metrics(run)]
+    recorded = CostTable.load(run / RECORDED_COSTS_FILE).expert_spread
+    assert recorded == statistics.median(spreads)
+    assert "expert_spread 0.3, the default;" in _plan_text(load_plan(run / PLAN_FILE))
+    for changes, spread, source in (
+        ((), recorded, "as the run in `cluster.costs` recorded"),
+        (("parallel.llm.expert_spread=0.25",), 0.25, "from the recipe"),
+    ):
+        recipe = request_for(data, tmp_path / "next", *settings, f"cluster.costs={run}", *changes).recipe
+        lengths = build_index(recipe).lengths
+        later = plan_recipe(recipe, lengths, world_size=2, hardware="cpu-core", recipe_sha256="x")
+        assert later.predicted.experts is not None
+        assert later.predicted.experts.spread == spread
+        assert f"expert_spread {spread:.3g}, {source})" in _plan_text(later)
+        mixture = planned_shape(later, build_model_shape(recipe)).unit("llm").layers[1].mlp
+        assert mixture.load_spread == spread  # type: ignore[union-attr]
+
+
+def _plan_text(plan: Plan) -> str:
+    return " ".join(plan_table(plan).split())
 
 
 @pytest.mark.slow

@@ -84,6 +84,26 @@ cluster: {hardware: cpu-core, ranks: 2}
     assert step["loss"] == pytest.approx(step["expected_loss"], rel=1e-5)
 
 
+@pytest.mark.parametrize("ep", [1, 2, 4])
+def test_the_recipe_of_a_mixture_computes_what_one_process_computes(tmp_path: Path, ep: int) -> None:
+    """As docs/models.md shrinks it, with four replicas of the LLM that hold its experts together or apart."""
+    write_tiny_model(FAMILIES["qwen3_vl_moe"], tmp_path / "tiny", seed=0)
+    settings = (
+        f"model.hf={tmp_path / 'tiny'}", f"data.sources.0.path={tmp_path / 'tiny' / 'conversations' / 'train.json'}",
+        "data.seq_len=512", "data.image.max_pixels=4096", "data.video.max_pixels=8192", "train.global_batch=8",
+        "cluster.hardware=cpu-core", "cluster.ranks=4", "parallel.placement=unified", "parallel.llm.dp=4",
+        f"parallel.llm.ep={ep}",
+    )  # fmt: skip
+    options = (part for setting in settings for part in ("--set", setting))
+    recipe = RECIPE.parent / "qwen3_vl_moe_sft.yaml"
+    done = run_forked(tmp_path, "verify", str(recipe), *options, "--steps", "2", "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    for step in json.loads(done.stdout):
+        assert step["differences"] == []
+        assert step["num_parameters"] > 0
+        assert step["loss"] == pytest.approx(step["expected_loss"], rel=1e-5)
+
+
 @pytest.mark.parametrize(("method", "cp"), [("ulysses", 2), ("ring", 4)])
 def test_ranks_that_share_videos_and_clips_compute_what_one_process_computes(
     method: str, cp: int, tmp_path: Path

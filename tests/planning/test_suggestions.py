@@ -1,5 +1,6 @@
 """When nothing fits: each change that the message suggests lets a plan fit, and half of it does not."""
 
+import math
 import re
 from typing import Any
 
@@ -7,7 +8,9 @@ import pytest
 
 from mmtrain.errors import PlanError
 from mmtrain.planning import Plan
-from tests.planning.factory import lengths, recipe
+from mmtrain.planning.search.variants import with_expert_ranks
+from mmtrain.planning.space.budget import DEFAULT_BUDGET
+from tests.planning.factory import lengths, problem_for, recipe
 from tests.plans import plan_recipe
 
 
@@ -59,6 +62,20 @@ def test_the_suggested_number_of_ranks_is_enough() -> None:
     named = int(re.search(r"(\d+) ranks", suggested(1, 0.03, **UNIFIED))[1])  # type: ignore[index]
     assert planned(named, 0.03, **UNIFIED).world_size == named
     suggested(named // 2, 0.03, **UNIFIED)
+
+
+def test_a_mixture_that_fits_nowhere_is_explained_with_experts_on_as_many_ranks_as_there_are() -> None:
+    """Up to eight replicas could hold them together, which leaves two ranks no mesh and so no hint."""
+    settings = recipe(
+        vision=None,
+        llm={"layers": 2, "moe": {"experts": 16, "top_k": 2, "ffn": 64}},
+        parallel={"placement": "unified", "llm": {"tp": 1, "pp": 1, "recompute": "all"}},
+        cluster={"memory_gib": 0.001},
+    )
+    problem = with_expert_ranks(problem_for(settings, world_size=2), DEFAULT_BUDGET)
+    assert set(problem.expert_steps_s.values()) == {math.inf}
+    assert max(problem.expert_steps_s) == 8
+    assert problem.choices["llm"].ep == 2, "a rank holds half of the experts"
 
 
 @pytest.mark.parametrize("world_size", [4, pytest.param(8, marks=pytest.mark.slow)])

@@ -5,6 +5,7 @@ from typing import Any
 from mmtrain.report.expert_loads import ExpertLoads
 from mmtrain.report.metrics_record import ExpertMetrics
 from mmtrain.report.scalars import step_scalars
+from mmtrain.report.step_text import router_losses_text
 
 
 def logged(spread: float, *dead: int) -> dict[str, Any]:
@@ -21,6 +22,22 @@ def test_experts_without_a_token_in_any_step_are_named() -> None:
     assert "computed 1.25x the mean" in uneven
     assert "fullest expert of llm.layers.2 had 3.0x" in uneven
     assert dead == "2 experts had no token in any step: llm.layers.2: 5, 6."
+
+
+def test_losses_of_routers_are_in_lines_curves_and_reports() -> None:
+    steps = [
+        ExpertMetrics({"llm.layers.1": 1.5}, 0.5, 1.0, {}, balance_loss=balance, z_loss=8.0)
+        for balance in (1.25, 1.125, 1.0625)
+    ]
+    entries = [{"step": number + 1, "experts": step.to_json()} for number, step in enumerate(steps)]
+    assert step_scalars(entries[0])["experts/balance_loss"] == 1.25
+    assert router_losses_text(steps[0]) == "  balance 1.2500  router z 8.0000"
+    loads = ExpertLoads.of_logged(entries)
+    assert loads is not None
+    assert "balancing loss (1: even in each sample) from 1.25 to 1.062, z-loss from 8 to 8." in loads.sentences()[1]
+    off = ExpertMetrics({"llm.layers.1": 1.5}, 0.5, 1.0, {})
+    assert not {"balance_loss", "z_loss"} & off.to_json().keys()
+    assert router_losses_text(off) == router_losses_text(None) == ""
 
 
 def test_runs_without_experts_say_nothing_of_them() -> None:

@@ -1,8 +1,8 @@
 """The router of a mixture of experts: scores of all experts for each token, and the choice of the best.
 
 It may have losses of its own. Their gradients enter where the weights of a token's experts leave the router, and the
-loss that a stage reports does not have them (Megatron-core does so too). So does the count of the tokens of each
-expert: a backward runs once for each token, however often a forward is repeated.
+loss that a stage reports does not have them (Megatron-core does so too). There the values of these losses are summed,
+and the tokens of each expert counted: a backward runs once for each token, however often a forward is repeated.
 """
 
 from dataclasses import dataclass
@@ -50,6 +50,7 @@ class Router(nn.Module):
         self.weight.sequence_parallel = self.tp_size > 1  # type: ignore[attr-defined]
         self.selection = SelectionBias(mlp.experts) if self.rules.has_bias else None
         self.expert_tokens: Tensor | None = None  # (experts,) int64 since `SelectionBiases.reset`, on this replica
+        self._loss_sums: Tensor | None = None  # see `take_losses`
 
     def forward(self, tokens: Tensor, packing: PackedSequences | None) -> tuple[Tensor, Tensor, "RouterLosses | None"]:
         """Choose the experts of tokens (T, hidden): those of the best scores, of equals the first ones.
@@ -76,7 +77,9 @@ class Router(nn.Module):
         losses: RouterLosses | None = None
         if packing is not None and self.rules.reads_samples and weights.requires_grad:
             samples = packing.samples(tokens.device)
-            losses = RouterLosses(self._losses(logits, scores, experts, samples), experts, samples, self)
+            values = self._losses(logits, scores, experts, samples)
+            loss = self.rules.balance_loss * values[0] + self.rules.z_loss * values[1]
+            losses = RouterLosses(loss, values.detach(), experts, samples, self)
         return weights.to(tokens.dtype), experts, losses
 
     def _choose(self, scores: Tensor) -> Tensor:
@@ -92,17 +95,29 @@ class Router(nn.Module):
         return _best(scores, self.top_k)
 
     def _losses(self, logits: Tensor, scores: Tensor, experts: Tensor, samples: TokenSamples) -> Tensor:
-        """Return this rank's part of the losses of the global batch, a scalar; ranks of a TP group share it evenly."""
+        """Return this rank's part of the losses of the global batch, (2,): for balance, and of the logits (z-loss).
+
+        They lack their coefficients; one without is 0. Ranks of a TP group share them evenly.
+        """
         rules = self.rules
-        of_tokens = scores.new_zeros(len(scores))
+        balance = logit_squares = scores.new_zeros(len(scores))
         if rules.z_loss:
-            of_tokens = of_tokens + rules.z_loss * logits.float().logsumexp(dim=-1).square()
+            logit_squares = logits.float().logsumexp(dim=-1).square()
         if rules.balance_loss:
             load = expert_load(experts, scores.shape[1], samples)
             shares = scores / scores.sum(dim=-1, keepdim=True) if rules.scores == "sigmoid" else scores
-            of_tokens = of_tokens + rules.balance_loss * (shares * load[samples.numbers]).sum(dim=-1)
-        loss: Tensor = (of_tokens * samples.is_real).sum() * (samples.token_weight / self.tp_size)
-        return loss
+            balance = (shares * load[samples.numbers]).sum(dim=-1)
+        of_tokens = torch.stack([balance, logit_squares]) * samples.is_real
+        return of_tokens.sum(dim=1) * (samples.token_weight / self.tp_size)
+
+    def take_losses(self) -> Tensor | None:
+        """Return the sums of `_losses`, (2,), over the backwards since the last call; None if there was none."""
+        taken, self._loss_sums = self._loss_sums, None
+        return taken
+
+    def add_losses(self, values: Tensor) -> None:
+        """Add the losses of a microbatch, (2,), which its backward has reached."""
+        self._loss_sums = values if self._loss_sums is None else self._loss_sums + values
 
     def count(self, experts: Tensor, samples: TokenSamples) -> None:
         """Count the tokens of each expert, if an update of the selection bias will read them."""
@@ -131,33 +146,41 @@ class RouterLosses:
     """The losses of a router in a microbatch, and the choices that a backward counts."""
 
     loss: Tensor  # this rank's part of that of the global batch, a scalar
+    values: Tensor  # (2,) of each loss before its coefficient, without a gradient
     experts: Tensor  # (T, top_k)
     samples: TokenSamples
     router: Router
 
     def enter(self, tensor: Tensor) -> Tensor:
         """Return a tensor of the block's forward; when its gradient comes, those of the losses enter."""
-        arguments = (tensor, self.loss, self.experts, self.samples, self.router)
+        arguments = (tensor, self.loss, self.values, self.experts, self.samples, self.router)
         return cast(Tensor, _EnterLosses.apply(*arguments))  # type: ignore[no-untyped-call]
 
 
 class _EnterLosses(torch.autograd.Function):
-    """Pass on a tensor; in backward add the gradient of the router's losses, and count tokens."""
+    """Pass on a tensor; in backward add the gradient of the router's losses and their values, and count tokens."""
 
     @staticmethod
     def forward(
-        ctx: Any, tensor: Tensor, loss: Tensor, experts: Tensor, samples: TokenSamples, router: Router
+        ctx: Any,
+        tensor: Tensor,
+        loss: Tensor,
+        values: Tensor,
+        experts: Tensor,
+        samples: TokenSamples,
+        router: Router,
     ) -> Tensor:
-        ctx.save_for_backward(experts, loss)
+        ctx.save_for_backward(experts, loss, values)
         ctx.samples, ctx.router = samples, router
         return tensor.view_as(tensor)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        experts, loss = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
+        experts, loss, values = ctx.saved_tensors
         ctx.router.count(experts, ctx.samples)
-        return grad, torch.ones_like(loss), None, None, None
+        ctx.router.add_losses(values)
+        return grad, torch.ones_like(loss), None, None, None, None
 
 
 def _best(scores: Tensor, number: int) -> Tensor:

@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 
+from mmtrain.costs.choose import expert_spread
 from mmtrain.costs.expert_spread import fullest_rank_load
 from mmtrain.models.shapes.layer_shape import MoeMlp
 from mmtrain.models.shapes.model_shape import with_expert_spread
@@ -32,6 +33,7 @@ def predict_experts(chosen: Candidate, evaluator: Evaluator) -> ExpertPrediction
     ).step_time_s
     return ExpertPrediction(
         spread=mixtures[0].load_spread,
+        source=expert_spread(problem.recipe, problem.costs)[1],
         fullest_rank=fullest_rank_load(mixtures[0]),
         slower=max(0.0, chosen.step_time_s / equal_s - 1),
         steps_s={ep: None if math.isinf(seconds) else seconds for ep, seconds in problem.expert_steps_s.items()},

@@ -142,9 +142,8 @@ def _suggest_shared_sequences(evaluator: Evaluator, assignments: Sequence[MeshAs
 
 def _suggest_memory(results: SearchResults) -> Iterator[str]:
     """Suggest the memory that the candidate nearest to fitting needs."""
-    needs_gib = [loser.need_gib for loser in results.rejected if loser.need_gib is not None]
-    if needs_gib:
-        yield f"ranks with {_rounded_up(min(needs_gib)):.3g} GiB"
+    if math.isfinite(results.least_need_gib):
+        yield f"ranks with {_rounded_up(results.least_need_gib):.3g} GiB"
 
 
 def _rounded_up(value: float) -> float:

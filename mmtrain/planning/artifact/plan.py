@@ -261,6 +261,7 @@ class ExpertPrediction(_Frozen):
     """What unequal loads of experts mean for a plan whose ranks hold experts together."""
 
     spread: float  # `parallel.llm.expert_spread`
+    source: Literal["recipe", "run", "default"] = "recipe"  # of the spread; a run's is in `cluster.costs`
     fullest_rank: float  # rows of the fullest rank over the mean
     slower: float  # share by which a step is longer than with equal loads
     steps_s: dict[int, float | None] = {}  # seconds of a step by ranks that hold experts; None: none fits or as fast

@@ -9,6 +9,7 @@ from mmtrain.models.shapes.model_shape import (
     num_pieces,
     unit_offload,
     with_expert_parallelism,
+    with_expert_spread,
     with_offload,
     with_recomputed_activations,
 )
@@ -19,14 +20,16 @@ from mmtrain.program.ir.graph import LLM, Edge, Stage, StageGraph, StageId, Unit
 def planned_shape(plan: Plan, shape: ModelShape) -> ModelShape:
     """Return the model whose blocks treat their activations as plan or recipe say.
 
-    That is which compute their activation functions again, which keep what in host memory, and how many replicas hold
-    the experts of each.
+    That is which compute their activation functions again, which keep what in host memory, how many replicas hold the
+    experts of each, and how unevenly these are loaded.
     """
     again = {name for name, unit in plan.units.items() if unit.recompute_activation_function}
     again |= {unit.name for unit in shape.units if any(layer.recomputes_activation for layer in unit.layers)}
     offload = {unit.name: unit_offload(unit) for unit in shape.units}
     offload |= {name: unit.offload for name, unit in plan.units.items() if unit.offload != "none"}
     shape = with_expert_parallelism(shape, plan.units[LLM].ep)
+    if plan.predicted.experts is not None:
+        shape = with_expert_spread(shape, plan.predicted.experts.spread)
     return with_recomputed_activations(with_offload(shape, offload), again)
 
 

@@ -59,23 +59,25 @@ def with_expert_ranks(problem: PlanningProblem, budget: SearchBudget) -> Plannin
 
     A search with little effort finds the fastest plan for each power of two that divides experts and replicas, in the
     first placement that is allowed: what ranks hold and exchange of experts hardly depends on where other units are.
-    Where none of these plans fits, the largest number leaves most memory.
+    Where none of these plans fits, we take the number with the plan that is nearest to fitting: the more replicas hold
+    experts together, the fewer stages are left, and each holds more of what lies beside the experts.
     """
     sizes = _expert_parallel_sizes(problem)
     if len(sizes) <= 1:
         return problem
-    loads, best, fastest_s = SampledLoads(problem, budget), problem, math.inf
+    loads, best, fastest_s, least_gib = SampledLoads(problem, budget), problem, math.inf, math.inf
     steps_s: dict[int, float] = {}
     for ep in sizes:
         problem.request.say(f"trying experts on {ep} ranks")
         varied = with_experts_on(problem, ep)
         in_one_placement = replace(varied.constraints, placements=varied.constraints.placements[:1])
         evaluator = next(variants_of(replace(varied, constraints=in_one_placement), budget, loads))
-        found = best_quick_candidate(evaluator, fastest_s)
-        step_s = math.inf if found is None else found.step_time_s
-        steps_s[ep] = step_s
-        if step_s * AS_FAST_RATIO < fastest_s or math.isinf(fastest_s):
+        results = _quick_results(evaluator, fastest_s)
+        steps_s[ep] = step_s = results.fastest_s if results.fastest_s < fastest_s else math.inf
+        if step_s * AS_FAST_RATIO < fastest_s:
             best, fastest_s = varied, step_s
+        elif math.isinf(fastest_s) and results.least_need_gib < least_gib:
+            best, least_gib = varied, results.least_need_gib
     return replace(best, expert_steps_s=steps_s)
 
 
@@ -151,6 +153,11 @@ def _with_activations_on_host(problem: PlanningProblem) -> Iterator[PlanningProb
 
 def best_quick_candidate(evaluator: Evaluator, max_step_s: float) -> Candidate | None:
     """Return the fastest plan whose step takes less than `max_step_s` that a search with little effort finds."""
-    quick = evaluator.with_budget(QUICK_BUDGET, PlanRequest(num_alternatives=0, max_step_s=max_step_s))
-    best = StrategySearches(quick).search().best
+    best = _quick_results(evaluator, max_step_s).best
     return best if best is not None and best.step_time_s < max_step_s else None
+
+
+def _quick_results(evaluator: Evaluator, max_step_s: float) -> SearchResults:
+    """Search with little effort for plans whose step takes less than `max_step_s`."""
+    quick = evaluator.with_budget(QUICK_BUDGET, PlanRequest(num_alternatives=0, max_step_s=max_step_s))
+    return StrategySearches(quick).search()

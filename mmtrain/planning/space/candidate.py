@@ -354,6 +354,11 @@ class SearchResults:
         """Seconds of the chosen step; infinity without any."""
         return self.candidates[0].step_time_s if self.candidates else math.inf
 
+    @property
+    def least_need_gib(self) -> float:
+        """GiB that the rejected candidate nearest to fitting needs; infinity if that is not known of any."""
+        return min((loser.need_gib for loser in self.rejected if loser.need_gib is not None), default=math.inf)
+
     def merged(self, *others: "SearchResults") -> "SearchResults":
         """Rank what several searches learned together."""
         every = (self, *others)

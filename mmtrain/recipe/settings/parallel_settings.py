@@ -126,16 +126,15 @@ class LlmParallel(UnitParallel):
         description="Expert-parallel degree of an LLM with `moe`: as many replicas hold its experts together, and "
         "exchange tokens inside each of its blocks. Divides the experts and dp x cp. Default: the planner decides.",
     )
-    expert_spread: float = setting(
-        0.3,
-        ge=0,
-        le=10,
+    expert_spread: Annotated[float, Field(ge=0, le=10)] | Literal["auto"] = setting(
+        "auto",
         affects={"plan"},
         added_later=True,
         description="How unevenly the router loads the experts of an LLM with `moe`: standard deviation of their "
         "numbers of tokens in a pass, over the mean. With `ep` the fullest rank sets the pace, and memory has room for "
-        "it. `mmtrain report` of a run states what it recorded. The default is that of a router trained with a "
-        "balancing loss (arXiv 2408.15664, table 2: the fullest of 64 experts has 0.72 more than the mean).",
+        "it. `auto`: what the run that `cluster.costs` names recorded, else 0.3, that of a router trained with a "
+        "balancing loss (arXiv 2408.15664, table 2: the fullest of 64 experts has 0.72 more than the mean). "
+        "`mmtrain report` of a run states what it recorded.",
     )
 
 

@@ -1,5 +1,7 @@
 """Reduce what the ranks measured in a step to the metrics of the whole job."""
 
+import statistics
+from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -26,7 +28,7 @@ from mmtrain.costs.recorded_costs import RecordedRatios, costs_of_table, recorde
 from mmtrain.data import GroupStream
 from mmtrain.data.index.sample_sources import SampleSources
 from mmtrain.data.loading.batch_builder import stream_position
-from mmtrain.models.shapes.model_shape import ModelShape
+from mmtrain.models.shapes.model_shape import ModelShape, with_expert_spread
 from mmtrain.program import LLM, ModelTiming, Stage, StepLoads
 from mmtrain.recipe.settings.modalities import GENERATOR
 from mmtrain.report import StepMetrics, TimeSplit
@@ -35,8 +37,8 @@ from mmtrain.runtime.execution.executor import StepOutcome
 from mmtrain.runtime.execution.rank_context import RankContext
 from mmtrain.runtime.resilience.out_of_memory import peak_memory_bytes, peak_reserved_bytes
 from mmtrain.runtime.resilience.stragglers import Straggler, StragglerDetector
-from mmtrain.runtime.training.cost_drift import CostDrift, CostDriftDetector
-from mmtrain.runtime.training.expert_reduction import ExpertLoadReducer
+from mmtrain.runtime.training.cost_drift import DRIFT_STEPS, CostDrift, CostDriftDetector
+from mmtrain.runtime.training.expert_reduction import ExpertLoadReducer, ratios_at_spread
 from mmtrain.runtime.world import World
 
 
@@ -91,12 +93,14 @@ class StepMetricsReducer:
         self.sources = sources
         self._context, self._stream, self._skipped = rank_context, stream, skipped
         self._machine = machine_for(rank_context.recipe, hardware)
+        self._shape = rank_context.shape
         self.costs: CostModel = costs_for(self._machine, rank_context.precision, rank_context.recipe.cluster.costs)
         watches_costs = rank_context.recipe.train.replan != "off"
         self._drift_detector = CostDriftDetector(rank_context.graph, rank_context.world.rank) if watches_costs else None
         if recorded_costs is not None:
             self.use_costs(recorded_costs)
         self._expert_loads = ExpertLoadReducer(rank_context)
+        self._expert_spreads: deque[float] = deque(maxlen=DRIFT_STEPS)
         self._input_grad_needed = input_grad_needed(rank_context.shape)
         self._straggler_detector = StragglerDetector(rank_context.graph, self._work_of)
         self.peak_flops = self._machine.peak_flops(rank_context.precision) * rank_context.world.size
@@ -104,6 +108,8 @@ class StepMetricsReducer:
     def use_costs(self, table: CostTable) -> None:
         """Predict steps with the costs of a table from now on."""
         self.costs = costs_of_table(table, self._machine, self._context.precision)
+        if table.expert_spread is not None:
+            self._shape = with_expert_spread(self._shape, table.expert_spread)
         if self._drift_detector is not None:
             self._drift_detector.restart()
 
@@ -111,15 +117,22 @@ class StepMetricsReducer:
         """Return what the last steps took beside what was predicted, equal on all ranks; None where it is not known."""
         return None if self._drift_detector is None else self._drift_detector.ratios()
 
-    def corrected_table(self, ratios: RecordedRatios, run: str) -> CostTable:
-        """Return the costs that steps are predicted with, corrected by what the run `run` recorded."""
-        return recorded_table(self.costs, self._machine, self._context.precision, self._context.shape, ratios, run)
+    def corrected_table(self, ratios: RecordedRatios, loads: StepLoads, run: str) -> CostTable:
+        """Return the costs that steps are predicted with, corrected by what the run `run` recorded.
+
+        loads: of a step, by which what is due to unequal loads of experts is told from the rest.
+        """
+        spread = statistics.median(self._expert_spreads) if self._expert_spreads else None
+        if spread is not None:
+            ratios = ratios_at_spread(ratios, self.timing(loads), spread)
+        precision = self._context.precision
+        return recorded_table(self.costs, self._machine, precision, self._shape, ratios, run, spread)
 
     def timing(self, loads: StepLoads) -> ModelTiming:
         """Return what a step with these loads should take, by the cost model of the plan's hardware."""
         return ModelTiming(
             self._context.graph,
-            self._context.shape,
+            self._shape,
             self.costs,
             loads,
             self._input_grad_needed,
@@ -167,6 +180,9 @@ class StepMetricsReducer:
         all_scalars, all_source_losses, all_times, all_edges, all_slowdowns, all_drift = table.tensor_split(ends, dim=1)
         losses, peaks, broken, stop_flags, saved_flags, lost_flags, reserved, drawing = all_scalars.unbind(dim=1)
         generator = self._context.recipe.model.generator
+        experts = self._expert_loads.reduce()
+        if experts is not None:
+            self._expert_spreads.append(experts.spread)
         stragglers, new_stragglers = self._straggler_detector.detect(
             all_slowdowns.numpy(), record.end_s - record.start_s
         )
@@ -183,7 +199,7 @@ class StepMetricsReducer:
             lost_folder=bool(lost_flags.any()),
             peak_reserved_bytes=int(reserved.max()) or None,
             edges=self._edge_metrics(all_edges.sum(dim=0).tolist()),
-            experts=self._expert_loads.reduce(),
+            experts=experts,
             stragglers=stragglers,
             new_stragglers=new_stragglers,
             cost_drift=self._drift_detector.observe(all_drift.numpy()) if self._drift_detector is not None else None,

@@ -85,10 +85,13 @@ class Replanning(StepHook):
     def _corrected_table(self, ctx: StepContext, ratios: RecordedRatios) -> str:
         """Return on all ranks the text of the costs as recorded; messages are those of this step."""
         self._activity.start(TRACING)
-        assert ctx.outcome.loads is not None, "an outcome of a step that was run"
-        messages = measure_message_ratio(self._world, ctx.outcome.record, self._reducer.timing(ctx.outcome.loads))
+        loads = ctx.outcome.loads
+        assert loads is not None, "an outcome of a step that was run"
+        messages = measure_message_ratio(self._world, ctx.outcome.record, self._reducer.timing(loads))
         all_ratios, run = replace(ratios, messages=messages), str(self._records.run_dir)
-        return self._world.on_first(lambda: self._reducer.corrected_table(all_ratios, run).model_dump_json(indent=1))
+        return self._world.on_first(
+            lambda: self._reducer.corrected_table(all_ratios, loads, run).model_dump_json(indent=1)
+        )
 
     def _act_on_drift(self, ctx: StepContext, drift: CostDrift) -> None:
         """Predict steps with the recorded costs from now on, on all ranks, and start to plan with them."""
