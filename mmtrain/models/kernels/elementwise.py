@@ -76,7 +76,7 @@ class _Gated(torch.autograd.Function):
         _plain(gates, ctx.activation, out=values_grad)
         weights_grad: Tensor | None = None
         if weights is not None:
-            weights_grad = _row_products(torch.mul(values_grad, values, out=gates_grad), grad)
+            weights_grad = _row_products(torch.mul(values_grad, values, out=gates_grad), grad).to(weights.dtype)
         values_grad.mul_(grad)
         torch.mul(grad, values, out=gates_grad)
         if weights is not None:
@@ -100,7 +100,7 @@ class _WeightedSilu(torch.autograd.Function):
         inner = inner.detach().requires_grad_()
         with torch.enable_grad():
             activated = liger.multiply_by_silu(inner)
-        weights_grad = _row_products(activated.detach(), grad)
+        weights_grad = _row_products(activated.detach(), grad).to(weights.dtype)
         # Nothing reads the products any more, so their gradient takes their place.
         product_grad = torch.mul(grad, weights, out=activated.detach())
         (inner_grad,) = torch.autograd.grad(activated, inner, product_grad)
@@ -108,8 +108,8 @@ class _WeightedSilu(torch.autograd.Function):
 
 
 def _row_products(rows: Tensor, others: Tensor) -> Tensor:
-    """Return the inner product of each of (rows, width) with its counterpart, as (rows, 1) in fp32."""
-    return torch.bmm(rows.unsqueeze(1), others.unsqueeze(2)).squeeze(2).float()
+    """Return the inner product of each of (rows, width) with its counterpart, as (rows, 1)."""
+    return torch.bmm(rows.unsqueeze(1), others.unsqueeze(2)).squeeze(2)
 
 
 def _plain(x: Tensor, activation: Activation, out: Tensor | None = None) -> Tensor:
