@@ -504,8 +504,8 @@ class AnalyticCosts:
         if beside is None or not weight_grad:
             return (num_reduces - self._folds_experts(layer)) * reduce_s
         gemms = self._gemms(layer, load, tp)
-        beside = beside[:-1] if self._folds_experts(layer) else beside
-        return sum(self.hardware.overlapped(reduce_s, self._gemm(gemms[i])) for i in beside)
+        of_mixer = beside[: len(beside) - self._folds_experts(layer)]
+        return sum(self.hardware.overlapped(reduce_s, self._gemm(gemms[i])) for i in of_mixer)
 
     def _launches(self, layer: LayerShape, tp: int, direction: PassDirection) -> float:
         num_kernels = FORWARD_KERNELS[layer.kind] + 2 * int(layer.post_norms) + int(layer.adds_carried)

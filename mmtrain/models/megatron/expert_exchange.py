@@ -80,9 +80,9 @@ class ExpertExchange:
         copies = RowCopies.of(source, numbers)
         codes = (experts.flatten()[order] % held * 2 + begins).to(torch.int32)
         of_ranks = counts.view(size, size, held).sum(dim=2)
-        splits = self._sent, self._received, of_ranks[rank].tolist(), of_ranks[:, rank].tolist()
+        sizes = (self._sent, self._received), (of_ranks[rank].tolist(), of_ranks[:, rank].tolist())
         weights = weights.float().flatten()[order]
-        rows, weights, codes = _SendRows.apply(copy_rows(tokens, copies), weights, codes, *splits, self._group)  # type: ignore[no-untyped-call]
+        rows, weights, codes = _SendRows.apply(copy_rows(tokens, copies), weights, codes, sizes, self._group)  # type: ignore[no-untyped-call]
         return rows, Labels(weights, (codes % 2).cumsum(0) - 1, (codes // 2).to(torch.int64)), copies
 
     def send_back(self, rows: Tensor) -> Tensor:
@@ -91,7 +91,10 @@ class ExpertExchange:
 
 
 class _SendRows(torch.autograd.Function):
-    """Send rows (N, hidden), and the weight and code of each label; gradients of rows and weights come back."""
+    """Send rows (N, hidden), and the weight and code of each label; gradients of rows and weights come back.
+
+    `sizes` are how many rows are sent to each rank and received from it, and how many labels.
+    """
 
     @staticmethod
     def forward(
@@ -99,13 +102,11 @@ class _SendRows(torch.autograd.Function):
         rows: Tensor,
         weights: Tensor,
         codes: Tensor,
-        sent: list[int],
-        received: list[int],
-        labels_sent: list[int],
-        labels_received: list[int],
+        sizes: tuple[tuple[list[int], list[int]], tuple[list[int], list[int]]],
         group: dist.ProcessGroup,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.of_rows, ctx.of_labels, ctx.group = (sent, received), (labels_sent, labels_received), group
+        ctx.sizes, ctx.group = sizes, group
+        (sent, received), (labels_sent, labels_received) = sizes
         arrived = _all_to_all(rows, sent, received, group)
         labels = torch.stack([weights.view(torch.int32), codes], dim=1)
         labels = _all_to_all(labels, labels_sent, labels_received, group)
@@ -117,14 +118,13 @@ class _SendRows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, rows: Tensor, weights: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         needs_rows, needs_weights = ctx.needs_input_grad[:2]
+        (sent, received), (labels_sent, labels_received) = ctx.sizes
         rows_grad = weights_grad = None
         if needs_rows:
-            sent, received = ctx.of_rows
             rows_grad = _all_to_all(rows, received, sent, ctx.group)
         if needs_weights:
-            sent, received = ctx.of_labels
-            weights_grad = _all_to_all(weights.unsqueeze(1), received, sent, ctx.group).squeeze(1)
-        return rows_grad, weights_grad, *(None,) * 6
+            weights_grad = _all_to_all(weights.unsqueeze(1), labels_received, labels_sent, ctx.group).squeeze(1)
+        return rows_grad, weights_grad, None, None, None
 
 
 class _AllToAll(torch.autograd.Function):
