@@ -35,6 +35,11 @@ TITAN_EAGER = replace(TITAN, norm_moves=18, rotation_moves=10, activation_extra_
 CUDNN_ATTENTION = Execution(attention_kernel="cudnn")
 # Megatron-core with Transformer Engine, and gradients that are added up inside GEMMs.
 MEGATRON_CORE = replace(CUDNN_ATTENTION, fuses_gradients=True)
+# Its mixtures in Megatron-MoE-ModelZoo (model_configs/benchmarking): `expert-tensor-parallel-size: 1`, fused routers,
+# fused permutations. So a mixture starts one kernel for scores and their choice, three for losses, four to permute,
+# one to put back, and some for counts. `recompute: norm, act` computes most element-wise work again.
+FUSED_MIXTURE = replace(MEGATRON_CORE, fuses_copies=True, mixture_kernels=12, exchange_kernels=8)
+MEGATRON_MOE = replace(FUSED_MIXTURE, folds_experts=True, has_gemm_per_expert=True)
 # MPT: torch's fused LayerNorm, positions inside attention, AdamW in passes of its own. Its benchmarks take the Triton
 # kernel of FlashAttention by default (submit_benchmarks.py), 1.3 to 2.5 times slower than FlashAttention-2 (arXiv
 # 2307.08691, section 4.1). FSDP of torch 2.0 with `limit_all_gathers`: the host waits for memory of earlier gathers,
@@ -60,6 +65,11 @@ EXECUTIONS: dict[str, Execution] = {
     "torchtitan compiled, selective": replace(TITAN, recomputed_gemms=0.5, recomputes_elementwise=True),
     "torchtitan compiled": TITAN,
     "transformer engine": MEGATRON_CORE,
+    "megatron, all-to-all": replace(MEGATRON_MOE, sends_rows="copies", recomputes_elementwise=True),
+    "megatron, DeepEP": replace(MEGATRON_MOE, sends_rows="nodes", recomputes_elementwise=True),
+    "megatron, DeepEP, all kept": replace(MEGATRON_MOE, sends_rows="nodes"),
+    # `enable_deepep: true`; its dispatcher is Megatron-core's, its experts are one grouped GEMM.
+    "automodel, DeepEP": replace(FUSED_MIXTURE, sends_rows="nodes"),
     # NeMo hides tensor-parallel messages by user buffers (`tp_comm_overlap`).
     "nemo": replace(MEGATRON_CORE, user_buffers=True),
     # GPT 175B: `NVTE_FUSED_ATTN=0` in launch.sh, so FlashAttention-2.

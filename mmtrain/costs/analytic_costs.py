@@ -24,12 +24,12 @@ from mmtrain.costs.block_pieces import (
 )
 from mmtrain.costs.collectives import CollectiveKind, GroupLayout, collective_seconds
 from mmtrain.costs.cost_model import ComputeKind, LayerWork, PassDirection, PieceCost, TokenLoad, TokenSplit
-from mmtrain.costs.expert_costs import expert_exchange_seconds
+from mmtrain.costs.expert_costs import ExpertGroup, copied_elements, expert_exchange_seconds
 from mmtrain.costs.framework import OWN_RUNTIME, Execution
 from mmtrain.costs.gradient_reduction import BYTES_PER_GRADIENT
 from mmtrain.costs.hardware import ELEMENT_BYTES, Hardware, Precision
 from mmtrain.costs.offload_costs import offloaded_bytes, offloaded_seconds
-from mmtrain.models.shapes.layer_shape import Attention
+from mmtrain.models.shapes.layer_shape import Attention, MoeMlp
 from mmtrain.models.shapes.model_shape import BLOCK_KINDS, MLP_CHUNK_TOKENS, LayerShape, adaptable_linears, num_pieces
 
 _ROTATION_KERNELS, _GATE_KERNELS, _JOINT_NORM_KERNELS, _SCALE_KERNELS = 6, 1, 14, 2  # what they add to a block
@@ -85,6 +85,8 @@ _CHUNKED_GEMMS: dict[PassDirection, dict[int, int]] = {
     "forward": {NORM: 0, PROJECTION: 1, NORM_MLP: 2, DOWN: 3},
     "backward": {QKV: 0, NORM_MLP: 1, UP: 2, ADD: 3},
 }
+# The pieces that the collectives of the mixer follow; the others are the MLP's.
+_OF_MIXER: dict[PassDirection, tuple[int, ...]] = {"forward": (NORM, PROJECTION), "backward": (QKV, NORM_MLP)}
 CHUNK_KERNELS = 2  # that each further chunk of a GEMM starts: the GEMM and its collective
 
 
@@ -166,7 +168,7 @@ class AnalyticCosts:
             return offloaded_seconds(self, self.hardware, self.element_bytes, work)
         is_saving = work.split.chunks > 1 or self._uses_buffers(work)
         saved_s = self._saved_beside_gemms(work) if is_saving else 0.0
-        saved_s -= expert_exchange_seconds(work, self, self.hardware.ranks_per_node, self.element_bytes)
+        saved_s -= self._exchange_of_experts(work)
         if work.kind == "backward":
             return self._backward(layer, tp, load, work.input_grad) - saved_s
         again_s = self.activation_again(layer, tp, load, work.kind) + self.mlp_chunk_sums(layer, tp, load, work.kind)
@@ -190,16 +192,19 @@ class AnalyticCosts:
             return pieces_of(compute, {})
         nbytes = round(self.tp_traffic * work.load.tokens * work.layer.hidden * self.element_bytes)
         beside = self.compute_beside(work)
-        return pieces_of(compute, piece_collectives(self, nbytes, work.tp, work.direction, beside, work.split))
+        collectives = piece_collectives(self, nbytes, work.tp, work.direction, beside, work.split)
+        if self._folds_experts(work.layer):
+            collectives = {piece: cost for piece, cost in collectives.items() if piece in _OF_MIXER[work.direction]}
+        return pieces_of(compute, collectives)
 
     def block_compute(self, work: LayerWork) -> list[float]:
         """Return the seconds that each piece of a block computes, collectives of its tensor-parallel group left out."""
         layer, tp, load, direction = work.layer, work.tp, work.load, work.direction
         if direction == "backward":
             weight_grad, input_grad = analytic.needed_gradients(layer, work.input_grad)
-            passes = analytic.backward_passes(layer, load, tp, weight_grad=weight_grad, input_grad=input_grad)
+            passes = self._backward_passes(layer, load, tp, weight_grad=weight_grad, input_grad=input_grad)
         else:
-            passes = tuple((gemm, 1) for gemm in analytic.gemms(layer, load, tp))
+            passes = tuple((gemm, 1) for gemm in self._gemms(layer, load, tp))
         adapters = self._adapters(layer, tp, load, direction)
         seconds = BlockSeconds(
             gemms=[
@@ -208,18 +213,18 @@ class AnalyticCosts:
             ],
             attention=self._attention(layer, tp, load, direction),
             elementwise=self._elementwise(layer, tp, load, direction),
-            launches=self._launches(layer),
+            launches=self._launches(layer, tp, direction),
             kv_gather=self._kv_gather(layer, tp, load),
         )
         compute = piece_compute(layer, tp, direction, seconds)
-        exchange_s = expert_exchange_seconds(work, self, self.hardware.ranks_per_node, self.element_bytes)
+        exchange_s = self._exchange_of_experts(work)
         compute[UP] += exchange_s / 2
         compute[DOWN] += exchange_s / 2
         return compute
 
     def compute_beside(self, work: LayerWork) -> dict[int, ComputeBeside]:
         """Return, by piece of a block, the compute beside the collective that follows the piece."""
-        gemms, direction = analytic.gemms(work.layer, work.load, work.tp), work.direction
+        gemms, direction = self._gemms(work.layer, work.load, work.tp), work.direction
         computes_weight_gradient = analytic.needed_gradients(work.layer, work.input_grad)[0]
         beside = {}
         for piece, kind in collective_kinds(direction, sp=work.split.sp).items():
@@ -317,9 +322,10 @@ class AnalyticCosts:
 
     @lru_cache(maxsize=1 << 16)  # noqa: B019 - a cost model is small and lives as long as the planning
     def _forward(self, layer: LayerShape, tp: int, load: TokenLoad) -> float:
-        gemms = sum(self._gemm(gemm) for gemm in analytic.gemms(layer, load, tp))
-        reduces = TP_ALL_REDUCES.get(layer.kind, (0, 0))[0] * self._tp_reduce(layer, tp, load)
-        elementwise = self._elementwise(layer, tp, load, "forward") + self._launches(layer)
+        gemms = sum(self._gemm(gemm) for gemm in self._gemms(layer, load, tp))
+        num_reduces = TP_ALL_REDUCES.get(layer.kind, (0, 0))[0] - self._folds_experts(layer)
+        reduces = num_reduces * self._tp_reduce(layer, tp, load)
+        elementwise = self._elementwise(layer, tp, load, "forward") + self._launches(layer, tp, "forward")
         layer_s = (
             gemms
             + self._attention(layer, tp, load, "forward")
@@ -362,11 +368,11 @@ class AnalyticCosts:
         if not (layer.trainable or input_grad):
             return 0.0
         weight_grad, input_grad = analytic.needed_gradients(layer, input_grad)
-        passes = analytic.backward_passes(layer, load, tp, weight_grad=weight_grad, input_grad=input_grad)
+        passes = self._backward_passes(layer, load, tp, weight_grad=weight_grad, input_grad=input_grad)
         gemms = sum(self._passes(gemm, times, "backward") for gemm, times in passes)
         reduces = self._backward_reduces(layer, tp, load, weight_grad)
         # Backward has about twice the kernels, but starts them without Python in between.
-        elementwise = self._elementwise(layer, tp, load, "backward") + self._launches(layer)
+        elementwise = self._elementwise(layer, tp, load, "backward") + self._launches(layer, tp, "backward")
         gather = self._kv_gather(layer, tp, load)
         layer_s = gemms + self._attention(layer, tp, load, "backward") + elementwise + reduces + gather
         layer_s -= self._early_gradients(layer, tp, load, input_grad)
@@ -388,6 +394,31 @@ class AnalyticCosts:
         """Return the seconds of a GEMM that a direction computes so many times, and of what it computes again."""
         again = self.execution.recomputed_gemms if direction == "backward" and times else 0.0
         return (times + again) * self._gemm(gemm)
+
+    def _folds_experts(self, layer: LayerShape) -> bool:
+        """Return whether the layer has experts that are whole on a rank, whatever the tp of its block."""
+        return self.execution.folds_experts and isinstance(layer.mlp, MoeMlp)
+
+    def _gemms(self, layer: LayerShape, load: TokenLoad, tp: int) -> tuple[Gemm, ...]:
+        """Return the GEMMs of a forward, those of experts as the framework places them."""
+        if not isinstance(layer.mlp, MoeMlp) or not self._folds_experts(layer):
+            return analytic.gemms(layer, load, tp)
+        group = ExpertGroup.of(layer.mlp, load.tokens, tp, self.execution)
+        of_mlp = mlp_arithmetic(replace(layer, mlp=group.mlp)).gemms(group.tokens, group.tp)
+        return (*mixer_arithmetic(layer).gemms(load.tokens, tp), *of_mlp)
+
+    def _backward_passes(
+        self, layer: LayerShape, load: TokenLoad, tp: int, *, weight_grad: bool, input_grad: bool
+    ) -> tuple[tuple[Gemm, int], ...]:
+        """Return each of `_gemms` with how often backward computes one of its size."""
+        passes = analytic.backward_passes(layer, load, tp, weight_grad=weight_grad, input_grad=input_grad)
+        if not self._folds_experts(layer):
+            return passes
+        return tuple((gemm, times) for gemm, (_, times) in zip(self._gemms(layer, load, tp), passes, strict=False))
+
+    def _exchange_of_experts(self, work: LayerWork) -> float:
+        ranks_per_node, element_bytes = self.hardware.ranks_per_node, self.element_bytes
+        return expert_exchange_seconds(work, self, ranks_per_node, element_bytes, self.execution)
 
     def _gemm(self, gemm: Gemm) -> float:
         return gemm_seconds(self.hardware, self.precision, gemm)
@@ -439,6 +470,7 @@ class AnalyticCosts:
         if direction == "backward":
             nbytes *= 2 + execution.recomputes_elementwise
             nbytes += self.gradient_bytes * analytic.num_trained_parameters(layer, tp)
+        nbytes += copied_elements(layer, load.tokens, tp, execution) * self.element_bytes
         return nbytes / self.hardware.moved_bytes_per_s + self.activation_again(layer, tp, load, direction)
 
     def activation_again(self, layer: LayerShape, tp: int, load: TokenLoad, kind: ComputeKind) -> float:
@@ -472,11 +504,12 @@ class AnalyticCosts:
         reduce_s = self._tp_reduce(layer, tp, load, "backward")
         beside = REDUCED_BESIDE_WEIGHT_GRADIENT.get(layer.kind)
         if beside is None or not weight_grad:
-            return num_reduces * reduce_s
-        gemms = analytic.gemms(layer, load, tp)
-        return sum(self.hardware.overlapped(reduce_s, self._gemm(gemms[i])) for i in beside)
+            return (num_reduces - self._folds_experts(layer)) * reduce_s
+        gemms = self._gemms(layer, load, tp)
+        of_mixer = beside[: len(beside) - self._folds_experts(layer)]
+        return sum(self.hardware.overlapped(reduce_s, self._gemm(gemms[i])) for i in of_mixer)
 
-    def _launches(self, layer: LayerShape) -> float:
+    def _launches(self, layer: LayerShape, tp: int, direction: PassDirection) -> float:
         num_kernels = FORWARD_KERNELS[layer.kind] + 2 * int(layer.post_norms) + int(layer.adds_carried)
         num_kernels += 2 * int(isinstance(layer.mixer, Attention) and layer.mixer.qk_norm)
         if layer.kind == "projector":
@@ -485,7 +518,17 @@ class AnalyticCosts:
             attention = layer.attention
             num_kernels += _ROTATION_KERNELS * int(attention.rotary) + _GATE_KERNELS * int(layer.dense_mlp.gated)
             num_kernels += _JOINT_NORM_KERNELS * int(attention.joint_qk_norm) + _SCALE_KERNELS * int(layer.layer_scale)
+        if isinstance(layer.mlp, MoeMlp):
+            num_kernels += self._mixture_kernels(ExpertGroup.of(layer.mlp, 0, tp, self.execution).mlp, direction)
         return num_kernels * self.hardware.kernel_launch_s
+
+    def _mixture_kernels(self, mlp: MoeMlp, direction: PassDirection) -> int:
+        """Return how many kernels a mixture starts beyond a dense MLP; gradients of our weights are a GEMM each."""
+        execution = self.execution
+        num_kernels = execution.mixture_kernels + execution.exchange_kernels * (mlp.ep > 1)
+        if execution.has_gemm_per_expert or direction == "backward":
+            num_kernels += 2 * mlp.held_experts
+        return num_kernels
 
     def _kv_gather(self, layer: LayerShape, tp: int, load: TokenLoad) -> float:
         """Return the seconds in which a block with fewer KV heads than ranks gathers its QKV projections."""

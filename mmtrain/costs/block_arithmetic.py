@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeAlias
 
 from mmtrain.costs import generator_arithmetic as diffusion
 from mmtrain.costs.cost_model import TokenLoad
-from mmtrain.costs.expert_spread import fullest_rank_load
+from mmtrain.costs.expert_spread import arriving_rows, fullest_rank_load, ranks_of_token
 from mmtrain.models.shapes.layer_shape import Attention, DenseMlp, LayerShape, MoeMlp
 
 INDEX_BYTES = 8
@@ -221,8 +221,8 @@ class DenseMlpArithmetic:
         return 0
 
     @property
-    def returned_width(self) -> int:
-        """Numbers of a token that come back from where they were copied to: none."""
+    def arriving_width(self) -> int:
+        """Numbers of a token that arrive where they are copied: none."""
         return 0
 
     @property
@@ -269,26 +269,25 @@ class MoeMlpArithmetic:
         return PartParameters(divided, (mlp.experts + mlp.shared_gate) * hidden + mlp.experts * mlp.router.has_bias)
 
     def saved(self) -> SavedWidths:
-        """Return what it keeps of a token: for each of its experts a copy of the input, the inner widths, the output.
+        """Return what it keeps of a token: for each of its experts a copy of the input and the inner widths.
 
         The router keeps all scores in fp32, which experts it chose, and their weights before and after these are
-        divided; besides, the places of the token's rows. Each of its losses keeps as many numbers as there are scores.
-        A shared expert keeps its inner widths, and its output where a gate multiplies it.
+        divided. Each of its losses keeps as many numbers as there are scores. A copy has its weight, its row, and its
+        places by expert and by row; so has a row that is sent, without the first two. A shared expert keeps its inner
+        widths, and its output where a gate multiplies it.
         """
         mlp, router = self.mlp, self.mlp.router
         inner = mlp.first_width + mlp.expert_ffn * (1 - self.layer.recomputes_activation)
         of_shared = mlp.shared_ffn * (3 - self.layer.recomputes_activation)
         num_kept = 1 + (router.z_loss > 0) + (router.balance_loss > 0)  # logits, and loads of experts
-        fixed_bytes = num_kept * FP32_BYTES * mlp.experts + 2 * (FP32_BYTES + INDEX_BYTES) * mlp.top_k
+        fixed_bytes = num_kept * FP32_BYTES * mlp.experts + (2 * FP32_BYTES + INDEX_BYTES) * mlp.top_k
         fixed_bytes += FP32_BYTES * router.normalizes + 4 * FP32_BYTES * router.reads_samples
+        fixed_bytes += self._computed((3 * INDEX_BYTES + FP32_BYTES) * mlp.top_k)
         if mlp.ep > 1:
-            fixed_bytes += self._computed(INDEX_BYTES * mlp.top_k)  # places of rows that arrive
-        of_copies = mlp.top_k * self.layer.hidden
+            fixed_bytes += INDEX_BYTES * (mlp.top_k + math.ceil(2 * ranks_of_token(mlp, mlp.ep)))
         gated = (self.layer.hidden + 1) * mlp.shared_gate
-        divided, on_rank = self._computed(mlp.top_k * inner) + of_shared, self._computed(of_copies) + gated
-        if mlp.ep > 1:  # ranks of a TP group get their columns back alone
-            return SavedWidths(divided + of_copies, on_rank, fixed_bytes)
-        return SavedWidths(divided, on_rank + of_copies, fixed_bytes)
+        divided, on_rank = self._computed(mlp.top_k * inner) + of_shared, self.copied_width + gated
+        return SavedWidths(divided, on_rank, fixed_bytes)
 
     def read_by_weight_gradients(self, tp: int) -> dict[str, int]:
         """Return, by module, the numbers that a rank keeps of a token only for gradients of the module's weights."""
@@ -306,13 +305,13 @@ class MoeMlpArithmetic:
 
     @property
     def copied_width(self) -> int:
-        """Numbers of a token that are copied for its experts, as many as come back from them."""
+        """Numbers of a token that are copied for its experts, as many as these make of it."""
         return self._computed(self.mlp.top_k * self.layer.hidden)
 
     @property
-    def returned_width(self) -> int:
-        """Numbers of a token that come back from its experts."""
-        return self.mlp.top_k * self.layer.hidden
+    def arriving_width(self) -> int:
+        """Numbers of a token that arrive where its experts are, as many as go back."""
+        return math.ceil(arriving_rows(self.mlp) * self.layer.hidden)
 
     @property
     def copied_weights(self) -> int:

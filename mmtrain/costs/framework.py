@@ -6,6 +6,7 @@ step times (scripts/bench_known.py), so that constants of the hardware are not b
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 from mmtrain.costs.block_arithmetic import mlp_arithmetic
 from mmtrain.models.shapes.model_shape import LayerShape
@@ -48,6 +49,21 @@ class Execution:
     gradient_bytes: int = 0  # per parameter and microbatch, where a kernel of its own adds gradients up
     # The GEMM of a weight's gradient adds it to an fp32 sum: it reads and writes the sum behind its arithmetic.
     fuses_gradients: bool = False
+    # How often a token travels to its experts: once to each rank or each node that holds any (DeepEP's kernels inside
+    # and between nodes), or once for each expert (the all-to-all of Megatron-core).
+    sends_rows: Literal["ranks", "nodes", "copies"] = "ranks"
+    # Experts are whole on the ranks of a group that is folded over tp x dp, each with its share of the TP group's
+    # tokens (Megatron-core with `expert-tensor-parallel-size` 1). No tokens are gathered before such a mixture.
+    folds_experts: bool = False
+    # One kernel makes copies of rows for experts or sums them, and the weight of a copy enters the kernel of the
+    # activation (Megatron-core's `moe-permute-fusion`). Ours sort copies by their rows before they sum them.
+    fuses_copies: bool = False
+    # Kernels of a mixture's forward that a dense block has not, those of its GEMMs left out; and of its exchange.
+    mixture_kernels: int = 45
+    exchange_kernels: int = 25
+    # Outputs and gradients of experts are one GEMM for each expert, on streams of their own (Transformer Engine's
+    # grouped linears on Hopper), where ours are one grouped GEMM.
+    has_gemm_per_expert: bool = False
 
     def extra_elements(self, layer: LayerShape, tokens: int, tp: int) -> float:
         """Return how many numbers a forward of `layer` moves more than with everything fused, on one of `tp` ranks."""

@@ -394,7 +394,8 @@ def sequence_parallel_savings(
 def elementwise_elements(layer: LayerShape, load: TokenLoad, tp: int = 1) -> int:
     """Return how many numbers the element-wise work of a forward moves on one of `tp` ranks.
 
-    Element-wise work is norms, activations and residuals. The operands of GEMMs are not included (see `AnalyticCosts`).
+    Element-wise work is norms, activations and residuals. The operands of GEMMs are not included (see `AnalyticCosts`),
+    nor are copies of rows for experts (see `expert_costs.copied_elements`).
     """
     t, h = load.tokens, layer.hidden
     match layer.kind:
@@ -406,8 +407,6 @@ def elementwise_elements(layer: LayerShape, load: TokenLoad, tp: int = 1) -> int
             divided = mixer_arithmetic(layer).elementwise_width + mlp_arithmetic(layer).elementwise_width
             residual = 10 * h + (4 * h if layer.layer_scale or layer.post_norms else 0)
             residual += 3 * h * int(layer.adds_carried)
-            # To an expert a row is read and written; on its way back it is so twice, weighted and summed.
-            residual += 5 * mlp_arithmetic(layer).copied_width
             return t * (residual + divided // tp)
         case "projector":
             joins = 2 * feature_rows(layer, load) * layer.out_width if layer.carried_in else 0

@@ -13,7 +13,7 @@ from mmtrain.costs.expert_costs import expert_replicas
 from mmtrain.costs.gradient_reduction import BYTES_PER_GRADIENT
 from mmtrain.costs.hardware import ELEMENT_BYTES, Precision
 from mmtrain.costs.offload_costs import NUM_BLOCKS_ON_DEVICE, without_offload
-from mmtrain.models.shapes.layer_shape import Attention, MoeMlp
+from mmtrain.models.shapes.layer_shape import COPIES_SUMMED_AT_ONCE, Attention
 from mmtrain.models.shapes.model_shape import BLOCK_KINDS, MLP_CHUNK_TOKENS, LayerShape
 
 # Share added to what is counted: 7% for what a caching allocator loses to fragments, 1% for what is not counted, which
@@ -404,10 +404,7 @@ def _block_gradient_bytes(held: RankLayer, load: TokenLoad, precision: Precision
     ffn = mlp.inner_width // held.tp
     kept = ffn if layer.keeps_activation_output and (held.recompute or not layer.recomputes_activation) else 0
     input_width = mlp.elementwise_width // held.tp - ffn
-    num_column_ranks = layer.mlp.column_ranks(layer.hidden, held.tp) if isinstance(layer.mlp, MoeMlp) else 1
-    returned = mlp.returned_width // num_column_ranks
-    # Where ranks put the columns of rows together, these are there twice.
-    gathered = layer.hidden * held.sp + mlp.copied_width * (1 + (num_column_ranks > 1))
+    gathered = layer.hidden * held.sp + mlp.copied_width
     last_linear = gathered + 2 * ffn - kept  # the output made again, if it is not kept, and its gradient
     activation = ffn + input_width - kept
     first_linear = gathered + layer.hidden - kept
@@ -415,8 +412,9 @@ def _block_gradient_bytes(held: RankLayer, load: TokenLoad, precision: Precision
     copied = mlp.copied_weights // held.tp if precision == "bf16" else 0
     tokens = min(load.tokens, MLP_CHUNK_TOKENS) if held.recompute else load.tokens
     in_mlp = max(last_linear * tokens + copied // 2, activation * tokens, first_linear * tokens + copied)
-    # What experts make is free before their backwards begin; until then its gradient is put in their order.
-    in_mlp = max(in_mlp - returned * tokens, (2 * mlp.copied_width - returned) * tokens)
+    # What experts make of a row is summed in forward, and gets its gradient from that of the sum.
+    summed = 3 * COPIES_SUMMED_AT_ONCE // 2 * layer.hidden if mlp.copied_width else 0
+    in_mlp = max(in_mlp, (mlp.copied_width + mlp.arriving_width) * tokens + summed)
     if held.recompute and load.tokens > MLP_CHUNK_TOKENS:
         states = layer.hidden // (held.tp if held.sp else 1)  # output of a chunk, gradients of its input and of all
         in_mlp += (input_width + kept + 2 * states) * tokens + (states - input_width - kept) * load.tokens

@@ -11,16 +11,15 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mmtrain.costs import AnalyticCosts, HeldLayers, TokenLoad, preset
-from mmtrain.costs.expert_spread import fullest_rank_load
+from mmtrain.costs.expert_spread import arriving_rows, fullest_rank_load
 from mmtrain.costs.rank_memory import microbatch_activation_bytes, stage_working_bytes
 from mmtrain.models import build_stage as stage_builder
 from mmtrain.models.kernels import grouped_gemm
 from mmtrain.models.megatron import ParallelGroups
-from mmtrain.models.megatron.experts import ExpertMlp
+from mmtrain.models.megatron.experts import ExpertMlp, RowCounts
 from mmtrain.models.shapes.layer_shape import MoeMlp
 from mmtrain.models.stage.stage_module import StageSpec
 from tests.costs.counted_stages import count, large_stages_on_meta
@@ -71,10 +70,21 @@ def predicted_over_counted(rank: int, world_size: int, folder: Path, ep: int, re
     return saved / counted.saved, peak / counted.peak
 
 
-def counts_of_the_fullest(mixture: MoeMlp, load: TokenLoad) -> Tensor:
+def counts_of_the_fullest(mixture: MoeMlp, load: TokenLoad) -> RowCounts:
     """Return rows by rank and expert, of which the first rank's experts have as many as the fullest rank should."""
-    rows = load.tokens * mixture.top_k
-    of_first = math.floor(rows * fullest_rank_load(mixture) / mixture.ep)
-    counts = torch.zeros(mixture.ep, mixture.experts, dtype=torch.int64)
+    ep, rows = mixture.ep, load.tokens * mixture.top_k
+    of_first = math.floor(rows * fullest_rank_load(mixture) / ep)
+    counts = torch.zeros(ep, mixture.experts, dtype=torch.int64)
     counts[:, 0], counts[:, -1] = of_first, rows - of_first
-    return counts
+    of_ranks = torch.zeros(ep, ep, mixture.top_k + 1, dtype=torch.int64)
+    if ep == 1:
+        of_ranks[:, :, -1] = load.tokens
+    else:  # rows have one or two copies each
+        arriving = math.floor(load.tokens * arriving_rows(mixture) / ep)
+        of_ranks[:, :, 1], of_ranks[:, :, 2] = 2 * arriving - of_first, of_first - arriving
+    sent = int(of_ranks[0].sum())
+    of_tokens = torch.zeros(ep, ep + 1, dtype=torch.int64)
+    most = -(-sent // load.tokens)
+    of_tokens[:, most] = sent - (most - 1) * load.tokens
+    of_tokens[:, most - 1] = load.tokens - of_tokens[0, most]
+    return RowCounts(counts, of_ranks, of_tokens)

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mmtrain.models.kernels import liger
 from mmtrain.models.kernels.elementwise import activate, activate_gated, apply_rotary, rms_norm
 from mmtrain.models.kernels.weight_gradient import add_weight_gradient
 from mmtrain.recipe.settings.encoder_settings import Activation
@@ -49,6 +50,17 @@ def test_gated_activations(activation: Activation) -> None:
         return FORMULAS[activation](gates) * values
 
     assert_same(lambda inner: activate_gated(inner, activation, fused=False), formula, numbers(5, 1, 14))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_gated_activations_of_rows_with_weights(fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def formula(inner: Tensor, weights: Tensor) -> Tensor:
+        gates, values = inner.chunk(2, dim=-1)
+        return F.silu(gates) * values * weights
+
+    monkeypatch.setattr(liger, "multiply_by_silu", lambda inner: activate_gated(inner, "silu", fused=False))
+    inner, weights = numbers(5, 14), numbers(5, 1, seed=1)
+    assert_same(lambda inner, weights: activate_gated(inner, "silu", weights, fused=fused), formula, inner, weights)
 
 
 def test_a_gated_activation_keeps_its_input_only() -> None:

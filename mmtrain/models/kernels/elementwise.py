@@ -25,11 +25,16 @@ def activate(x: Tensor, activation: Activation) -> Tensor:
     return F.silu(x) if activation == "silu" else F.gelu(x, approximate=_approximation(activation))
 
 
-def activate_gated(inner: Tensor, activation: Activation, *, fused: bool) -> Tensor:
-    """Multiply the values of a gated MLP by their activated gates: (..., 2 * ffn), gates first, to (..., ffn)."""
+def activate_gated(inner: Tensor, activation: Activation, weights: Tensor | None = None, *, fused: bool) -> Tensor:
+    """Multiply the values of a gated MLP by their activated gates: (..., 2 * ffn), gates first, to (..., ffn).
+
+    weights: (rows, 1) in fp32, which multiply the products of rows (rows, 2 * ffn).
+    """
     if fused and activation == "silu":
+        if weights is not None:
+            return cast(Tensor, _WeightedSilu.apply(inner, weights))  # type: ignore[no-untyped-call]
         return liger.multiply_by_silu(inner)
-    return cast(Tensor, _Gated.apply(inner, activation))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _Gated.apply(inner, activation, weights))  # type: ignore[no-untyped-call]
 
 
 class _QuickGelu(torch.autograd.Function):
@@ -54,23 +59,57 @@ class _Gated(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, inner: Tensor, activation: Activation) -> Tensor:
-        ctx.save_for_backward(inner)
+    def forward(ctx: Any, inner: Tensor, activation: Activation, weights: Tensor | None) -> Tensor:
+        ctx.save_for_backward(inner, weights)
         ctx.activation = activation
         gates, values = inner.chunk(2, dim=-1)
-        return _plain(gates, activation).mul_(values)
+        out = _plain(gates, activation).mul_(values)
+        return out if weights is None else out.mul_(weights)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (inner,) = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor | None]:
+        inner, weights = ctx.saved_tensors
         gates, values = inner.chunk(2, dim=-1)
         inner_grad = torch.empty_like(inner)
         gates_grad, values_grad = inner_grad.chunk(2, dim=-1)
-        _plain(gates, ctx.activation, out=values_grad).mul_(grad)
+        _plain(gates, ctx.activation, out=values_grad)
+        weights_grad: Tensor | None = None
+        if weights is not None:
+            weights_grad = _row_products(torch.mul(values_grad, values, out=gates_grad), grad).to(weights.dtype)
+        values_grad.mul_(grad)
         torch.mul(grad, values, out=gates_grad)
+        if weights is not None:
+            inner_grad.mul_(weights)
         _gradient(gates_grad, gates, ctx.activation, out=gates_grad)
-        return inner_grad, None
+        return inner_grad, None, weights_grad
+
+
+class _WeightedSilu(torch.autograd.Function):
+    """The fused gated SiLU, whose products are multiplied by a weight of their row; backward computes them again."""
+
+    @staticmethod
+    def forward(ctx: Any, inner: Tensor, weights: Tensor) -> Tensor:
+        ctx.save_for_backward(inner, weights)
+        return liger.multiply_by_silu(inner).mul_(weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        inner, weights = ctx.saved_tensors
+        inner = inner.detach().requires_grad_()
+        with torch.enable_grad():
+            activated = liger.multiply_by_silu(inner)
+        weights_grad = _row_products(activated.detach(), grad).to(weights.dtype)
+        # Nothing reads the products any more, so their gradient takes their place.
+        product_grad = torch.mul(grad, weights, out=activated.detach())
+        (inner_grad,) = torch.autograd.grad(activated, inner, product_grad)
+        return inner_grad, weights_grad
+
+
+def _row_products(rows: Tensor, others: Tensor) -> Tensor:
+    """Return the inner product of each of (rows, width) with its counterpart, as (rows, 1)."""
+    return torch.bmm(rows.unsqueeze(1), others.unsqueeze(2)).squeeze(2)
 
 
 def _plain(x: Tensor, activation: Activation, out: Tensor | None = None) -> Tensor:

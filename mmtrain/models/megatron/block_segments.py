@@ -177,53 +177,59 @@ def _up(
         return hidden, inner if block.recomputes_activation else _apply_activation(block, inner)
     inner, routing, shared = block.mlp.up(block.mlp.route(x, packing) if routed is None else routed)
     if not block.recomputes_activation:
-        inner = _apply_activation(block, inner)
+        inner = _apply_activation(block, inner, routing.weights)
         if block.mlp.shared is not None:
             shared = shared._replace(inner=_apply_activation(block, shared.inner))
-    return hidden, inner, *routing, *shared
+    return hidden, inner, *routing.tensors(), *shared
 
 
-def _down(block: Any, packing: PackedSequences, hidden: Tensor, x: Tensor, *routing: Tensor) -> BlockState:
+def _down(block: Any, packing: PackedSequences, hidden: Tensor, x: Tensor, *tensors: Tensor) -> BlockState:
     if not isinstance(block.mlp, ExpertMlp):
         return hidden, _run_activated(block, x, lambda activated: block.mlp.linear_fc2(activated)[0])
-    of_experts, shared = Routing(*routing[: len(Routing._fields)]), SharedInner(*routing[len(Routing._fields) :])
-    outputs = _run_activated(block, x, lambda activated: block.mlp.down(activated, of_experts))
+    num_shared = len(SharedInner._fields)
+    routing, shared = Routing.of_tensors(tensors[:-num_shared]), SharedInner(*tensors[-num_shared:])
+    outputs = _run_activated(block, x, lambda activated: block.mlp.down(activated, routing), routing.weights)
     if block.mlp.shared is not None:
         gate = shared.gate
         outputs = outputs + _run_activated(block, shared.inner, lambda inner: block.mlp.down_shared(inner, gate))
     return hidden, block.mlp.reduction(outputs)
 
 
-def _run_activated(block: Any, x: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
+def _run_activated(block: Any, x: Tensor, run: Callable[[Tensor], Tensor], weights: Tensor | None = None) -> Tensor:
     """Compute `run` of what the activation function made, or makes now where backward makes it again."""
-    return _activate_again_in_backward(block, x, run) if block.recomputes_activation else run(x)
+    return _activate_again_in_backward(block, x, run, weights) if block.recomputes_activation else run(x)
 
 
-def _apply_activation(block: Any, inner: Tensor) -> Tensor:
+def _apply_activation(block: Any, inner: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Apply the activation function; `weights` (rows, 1) of experts multiply what it makes."""
     if block.is_gated:
-        return activate_gated(inner, block.activation, fused=block.fused_kernels)
+        return activate_gated(inner, block.activation, weights, fused=block.fused_kernels)
     return activate(inner, block.activation)
 
 
-def _activate_again_in_backward(block: Any, inner: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
+def _activate_again_in_backward(
+    block: Any, inner: Tensor, run: Callable[[Tensor], Tensor], weights: Tensor | None
+) -> Tensor:
     """Compute `run`, the MLP's last linear, of the activated `inner`, whose activation autograd does not keep.
 
     The activation function keeps its input anyway. Whatever else would keep its output, the linear or an adapter on
     it, gets the output computed again.
     """
-    activated = _apply_activation(block, inner)
+    activated = _apply_activation(block, inner, weights)
     # Autograd keeps both functions, so neither may refer to the output itself.
     kept, address, num_elements = inner.detach(), activated.data_ptr(), activated.numel()
+    kept_weights = None if weights is None else weights.detach()
 
     def pack(tensor: Tensor) -> Tensor | torch.Size:
-        is_activated = tensor.data_ptr() == address and tensor.numel() == num_elements
+        # Empty tensors all have one address.
+        is_activated = num_elements > 0 and tensor.data_ptr() == address and tensor.numel() == num_elements
         return tensor.shape if is_activated else tensor
 
     def unpack(packed: Tensor | torch.Size) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
         with torch.no_grad():
-            return _apply_activation(block, kept).view(packed)
+            return _apply_activation(block, kept, kept_weights).view(packed)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         return run(activated)

@@ -6,13 +6,15 @@ the order of their experts, so that each expert computes consecutive rows, and w
 Tensor parallelism splits every expert as it splits a dense MLP. Its ranks route the same tokens alike; what lies
 between the gather before and the reduction behind the mixture has gradients of which each rank holds a summand.
 
-With expert parallelism (GShard, arXiv 2006.16668) a rank holds consecutive experts, and an all-to-all brings it their
-rows of the whole group. Ranks without rows take part in it too. The ranks of a TP group route the same tokens, so each
-exchanges its columns of the rows alone, and they put these together where the rows arrive.
+With expert parallelism (GShard, arXiv 2006.16668) a rank holds consecutive experts, and an all-to-all brings it the
+tokens of the whole group that have any of them, each once (see `expert_exchange`). Ranks without rows take part in it
+too. The ranks of a TP group route the same tokens, so each exchanges its columns of the rows alone, and they put these
+together where the rows arrive. Rows are weighted before an expert's last linear, which is the same as behind it: so
+nothing that comes back is kept for gradients of the weights, and a rank sums what its experts make of a token.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -25,23 +27,83 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from mmtrain.models.attention.packed_sequences import PackedSequences
 from mmtrain.models.kernels.grouped_gemm import expert_linear
+from mmtrain.models.megatron.expert_exchange import (
+    Columns,
+    ExpertExchange,
+    RowCopies,
+    copy_rows,
+    labels_here,
+    sum_copies,
+)
 from mmtrain.models.megatron.lora import ColumnLinear, RowLinear
 from mmtrain.models.megatron.parallel_groups import ParallelGroups
 from mmtrain.models.megatron.router import Router, RouterLosses
 from mmtrain.models.shapes.layer_shape import MoeMlp
 
 
-class Routing(NamedTuple):
-    """Which rows the experts compute, as tensors that travel from one piece of a block to the next."""
+class RowCounts(NamedTuple):
+    """How many rows the ranks of an expert-parallel group have for its experts, on the host: int64."""
 
-    weights: Tensor  # (T, top_k) of each token's experts
-    order: Tensor  # (T * top_k,) int64: the place in `weights`, flattened, that each row belongs to
-    counts: Tensor  # (ranks of the expert-parallel group, experts) int64, on the host: rows of each rank
-    arrival: Tensor  # int64: places of rows that arrived from the group, those of the first expert first; else empty
+    of_experts: Tensor  # (ranks, experts): tokens of each rank that an expert computes
+    of_ranks: Tensor  # (senders, receivers, copies + 1): tokens with no expert on the receiver, with one, two and so on
+    of_tokens: Tensor  # (ranks, ranks + 1): tokens of each rank that go to no rank, to one, two and so on
+
+    @classmethod
+    def of(cls, experts: Tensor, num_experts: int, ep_group: dist.ProcessGroup | None) -> "RowCounts":
+        """Count those of (T, top_k) experts, and gather what the other ranks of the group count."""
+        ep = 1 if ep_group is None else ep_group.size()
+        num_tokens, top_k = experts.shape
+        most = min(top_k, num_experts // ep)
+        token = torch.arange(num_tokens, device=experts.device).unsqueeze(1)
+        pairs = (token * ep + experts // (num_experts // ep)).flatten()
+        on_ranks = torch.bincount(pairs, minlength=num_tokens * ep).view(num_tokens, ep)
+        receiver = torch.arange(ep, device=experts.device)
+        counts = (
+            torch.bincount(experts.flatten(), minlength=num_experts),
+            torch.bincount((receiver * (most + 1) + on_ranks).flatten(), minlength=ep * (most + 1)),
+            torch.bincount((on_ranks > 0).sum(dim=1), minlength=ep + 1),
+        )
+        own = torch.cat(counts)
+        of_ranks = own.unsqueeze(0)
+        if ep_group is not None:
+            of_ranks = own.new_empty(ep, len(own))
+            dist.all_gather_into_tensor(of_ranks.view(-1), own, group=ep_group)
+        of_experts, rows, tokens = torch.split(of_ranks.cpu(), [len(count) for count in counts], dim=1)
+        return cls(of_experts, rows.reshape(ep, ep, most + 1), tokens)
+
+    @property
+    def sent(self) -> Tensor:
+        """Return how many rows ranks send to others, (senders, receivers)."""
+        return self.of_ranks[:, :, 1:].sum(dim=2)
+
+    def arriving(self, rank: int) -> Tensor:
+        """Return of how many rows that arrive at a rank it makes no copy, one, two and so on."""
+        numbers = self.of_ranks[:, rank].sum(dim=0)
+        numbers[0] = 0  # these are not sent
+        return numbers
+
+
+class Routing(NamedTuple):
+    """Which rows the experts of this rank compute, and where these came from."""
+
+    weights: Tensor  # (rows, 1) fp32: of the rows, the first expert's first
+    of_experts: Tensor  # see `RowCounts`
+    sent_rows: Tensor  # (senders, receivers) int64, on the host; empty without expert parallelism
+    copies: RowCopies  # for experts, of the rows that arrived, or of this rank's tokens
+    sent: RowCopies  # of this rank's tokens, which went to the ranks of the group; empty without one
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return all tensors, which travel from one piece of a block to the next."""
+        return (*self[:3], *self.copies, *self.sent)
+
+    @classmethod
+    def of_tensors(cls, tensors: Sequence[Tensor]) -> "Routing":
+        """Return what `tensors` gave."""
+        weights, of_experts, sent_rows, *copies = tensors
+        return cls(weights, of_experts, sent_rows, RowCopies(*copies[:3]), RowCopies(*copies[3:]))
 
 
 class RoutedTokens(NamedTuple):
@@ -50,7 +112,7 @@ class RoutedTokens(NamedTuple):
     tokens: Tensor  # (T, hidden)
     weights: Tensor  # (T, top_k)
     experts: Tensor  # (T, top_k)
-    counts: Tensor  # see `Routing`
+    counts: RowCounts
     losses: RouterLosses | None  # of the router, whose gradients have not entered yet
 
 
@@ -64,7 +126,7 @@ class RecordedLoads:
         self._sums = torch.zeros(num_experts + 3, dtype=torch.float64)
 
     def add(self, counts: Tensor, rank: int) -> None:
-        """Add a pass of this rank, from `Routing.counts`; passes that are run again for their backward count once."""
+        """Add a pass of this rank, from `RowCounts.of_experts`; one that is run again for its backward counts once."""
         if not torch.is_grad_enabled() or not counts.any():
             return
         of_experts = counts.sum(dim=0).double()
@@ -159,7 +221,7 @@ class ExpertMlp(nn.Module):
         """Build uninitialized modules."""
         super().__init__()
         self.top_k, self.num_experts, self.ep_group = mlp.top_k, mlp.experts, groups.ep
-        self.columns = _Columns(config.hidden_size, mlp.column_ranks(config.hidden_size, groups.tp_size), groups.tp)
+        self.columns = Columns(config.hidden_size, mlp.column_ranks(config.hidden_size, groups.tp_size), groups.tp)
         self.gather = TokenGather(config, groups)
         self.router = Router(mlp, config)
         self.shared = Expert(mlp.shared_ffn, config, groups) if mlp.shared_ffn else None
@@ -179,14 +241,18 @@ class ExpertMlp(nn.Module):
         weights, experts, losses = self.router(tokens, packing)
         return RoutedTokens(tokens, weights, experts, self._count_rows(experts), losses)
 
-    def num_chunks(self, counts: Tensor, max_tokens: int | None) -> int:
+    def _count_rows(self, experts: Tensor) -> RowCounts:
+        return RowCounts.of(experts, self.num_experts, self.ep_group)
+
+    def num_chunks(self, counts: RowCounts, max_tokens: int | None) -> int:
         """Return in how many chunks of tokens the mixture must run, which is equal on all ranks of the group.
 
         Dropless routing may bring one rank the rows of all others. In chunks it never has more than `max_rows` of them
         at once, if every chunk is routed as all tokens are; nor has a rank more than `max_tokens` of its own.
         """
-        fullest = int(counts.sum(dim=0).view(len(counts), -1).sum(dim=1).max())
-        most_tokens = int(counts.sum(dim=1).max()) // self.top_k
+        of_experts = counts.of_experts
+        fullest = int(of_experts.sum(dim=0).view(len(of_experts), -1).sum(dim=1).max())
+        most_tokens = int(of_experts.sum(dim=1).max()) // self.top_k
         by_rows = 1 if self.max_rows is None else -(-fullest // self.max_rows)
         return max(1, by_rows, 1 if max_tokens is None else -(-most_tokens // max_tokens))
 
@@ -195,28 +261,33 @@ class ExpertMlp(nn.Module):
         tokens, weights, experts, counts, losses = routed
         if losses is not None:
             weights = losses.enter(weights)
-        order = experts.flatten().argsort(stable=True)
-        arrival = order.new_empty(0)
-        self.loads.add(counts, 0 if self.ep_group is None else self.ep_group.rank())
-        rows = _copy_rows(self.columns.own(tokens), order, self.top_k)
-        if self.ep_group is not None:
-            arrival = _arrival_order(counts, self.ep_group).to(rows.device)
-            rows = _Exchange(counts, self.ep_group).send(rows)
-            rows = self.columns.gather(_copy_rows(rows, arrival))
-        inner = self._run("linear_fc1", rows, counts)
-        return inner, Routing(weights, order, counts, arrival), self._up_shared(tokens)
+        rank = 0 if self.ep_group is None else self.ep_group.rank()
+        self.loads.add(counts.of_experts, rank)
+        sent_rows = counts.sent.new_empty(0)
+        sent = RowCopies(*(experts.new_empty(0),) * 2, sent_rows)
+        if self.ep_group is None:
+            rows, labels = tokens, labels_here(weights, experts)
+        else:
+            sent_rows = counts.sent
+            exchange = ExpertExchange(sent_rows, self.ep_group)
+            own = self.columns.own(tokens)
+            rows, labels, sent = exchange.send(own, weights, experts, counts.of_experts, counts.of_tokens[rank])
+            rows = self.columns.gather(rows)
+        order = labels.experts.argsort(stable=True)
+        copies = RowCopies.of(labels.rows[order], counts.arriving(rank))
+        rows = copy_rows(rows, copies)  # one name for all, so that none outlives its use
+        routing = Routing(labels.weights[order].unsqueeze(1), counts.of_experts, sent_rows, copies, sent)
+        return self._run("linear_fc1", rows, counts.of_experts), routing, self._up_shared(tokens)
 
     def down(self, activated: Tensor, routing: Routing) -> Tensor:
-        """Return the weighted sums (T, 1, hidden) of what the experts make of rows (rows, ffn / tp), on this rank."""
-        rows = self._run("linear_fc2", activated, routing.counts)
+        """Return the sums (T, 1, hidden) of what the experts make of weighted rows (rows, ffn / tp), on this rank."""
+        rows = self._run("linear_fc2", activated, routing.of_experts)
+        rows = sum_copies(rows, routing.copies)
         if self.ep_group is not None:
-            rows = self.columns.reduce(rows)  # one name for all, so that none outlives its use
-            rows = _return_rows(rows, routing.arrival)
-            rows = _Exchange(routing.counts, self.ep_group).send_back(rows)
-        rows = _return_rows(rows, routing.order)
-        # Products that are summed inside a GEMM exist neither here nor in backward.
-        sums = torch.bmm(routing.weights.unsqueeze(1), rows.view(-1, self.top_k, rows.shape[1]))
-        return self.columns.beside_zeros(sums)
+            rows = self.columns.reduce(rows)
+            rows = ExpertExchange(routing.sent_rows, self.ep_group).send_back(rows)
+            rows = sum_copies(rows, routing.sent)
+        return self.columns.beside_zeros(rows.unsqueeze(1))
 
     def _up_shared(self, tokens: Tensor) -> SharedInner:
         inner = gate = tokens.new_empty(0)
@@ -233,15 +304,6 @@ class ExpertMlp(nn.Module):
         if self.shared_gate is not None:
             output = output * gate.sigmoid()
         return output.unsqueeze(1)
-
-    def _count_rows(self, experts: Tensor) -> Tensor:
-        """Return how many rows each rank of the expert-parallel group has for each expert, on the host."""
-        counts = torch.bincount(experts.flatten(), minlength=self.num_experts)
-        if self.ep_group is None:
-            return counts.unsqueeze(0).cpu()
-        of_ranks = counts.new_empty(self.ep_group.size() * self.num_experts)
-        dist.all_gather_into_tensor(of_ranks, counts, group=self.ep_group)
-        return of_ranks.view(-1, self.num_experts).cpu()
 
     def _run(self, linear: str, rows: Tensor, counts: Tensor) -> Tensor:
         """Let each expert compute its rows; those without rows take part, so that adapters meet on all ranks."""
@@ -260,167 +322,3 @@ def held_experts(num_experts: int, groups: ParallelGroups) -> range:
     num_held = num_experts // groups.ep.size()
     first = groups.ep.rank() * num_held
     return range(first, first + num_held)
-
-
-def _arrival_order(counts: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the places of rows, arrived sender after sender, in the order of their experts, from `Routing.counts`."""
-    size = group.size()
-    arriving = counts.view(size, size, -1)[:, group.rank()]
-    expert_of_row = torch.arange(arriving.shape[1]).repeat(size).repeat_interleave(arriving.flatten())
-    return expert_of_row.argsort(stable=True)
-
-
-class _Exchange:
-    """The exchange of rows in an expert-parallel group, from `Routing.counts` of its ranks."""
-
-    def __init__(self, counts: Tensor, group: dist.ProcessGroup) -> None:
-        self._group = group
-        size, rank = counts.shape[0], group.rank()
-        of_ranks = counts.view(size, size, -1)  # (sender, receiver, experts of the receiver)
-        self._sent: list[int] = of_ranks[rank].sum(dim=1).tolist()
-        self._received: list[int] = of_ranks[:, rank].sum(dim=1).tolist()
-
-    def send(self, rows: Tensor) -> Tensor:
-        """Send rows to the ranks of their experts; return what arrives, in the order of the senders."""
-        return cast(Tensor, _AllToAll.apply(rows, self._sent, self._received, self._group))  # type: ignore[no-untyped-call]
-
-    def send_back(self, rows: Tensor) -> Tensor:
-        """Return rows in the order of `send`'s result to their senders; return the rank's own."""
-        return cast(Tensor, _AllToAll.apply(rows, self._received, self._sent, self._group))  # type: ignore[no-untyped-call]
-
-
-class _Columns:
-    """The columns of rows that a rank of a TP group exchanges with other groups, out of `hidden`; all if it is alone.
-
-    What lies between has gradients of which each rank holds a summand, and so has the part of a rank with zeros beside.
-    """
-
-    def __init__(self, hidden: int, num_ranks: int, tp_group: dist.ProcessGroup) -> None:
-        self._hidden, self._width, self._group = hidden, hidden // num_ranks, tp_group
-        self._first = tp_group.rank() * self._width if num_ranks > 1 else 0
-
-    @property
-    def _are_all(self) -> bool:
-        return self._width == self._hidden
-
-    def own(self, rows: Tensor) -> Tensor:
-        """Return this rank's columns of rows (N, hidden), which all ranks have."""
-        return rows if self._are_all else rows[:, self._first : self._first + self._width]
-
-    def gather(self, rows: Tensor) -> Tensor:
-        """Return rows (N, hidden) on every rank, of which each has its columns."""
-        return self._exchanged(rows, gathers=True)
-
-    def reduce(self, rows: Tensor) -> Tensor:
-        """Return this rank's columns of the sum of rows (N, hidden), of which each rank has a summand."""
-        return self._exchanged(rows, gathers=False)
-
-    def _exchanged(self, rows: Tensor, *, gathers: bool) -> Tensor:
-        if self._are_all:
-            return rows
-        return cast(Tensor, _ExchangeColumns.apply(rows, self._group, gathers))  # type: ignore[no-untyped-call]
-
-    def beside_zeros(self, sums: Tensor) -> Tensor:
-        """Return (..., hidden) with this rank's columns, and zero in those of others: a summand of all."""
-        return sums if self._are_all else F.pad(sums, (self._first, self._hidden - self._first - self._width))
-
-
-class _ExchangeColumns(torch.autograd.Function):
-    """Gather columns (N, hidden / ranks) to rows (N, hidden), or sum such rows and keep a rank's columns.
-
-    Each is the backward of the other, as in Megatron-core's mappings of the last dimension. Those would also start a
-    collective where no row has arrived.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup, gathers: bool) -> Tensor:
-        ctx.group, ctx.gathers = group, gathers
-        return _gather_columns(rows, group) if gathers else _reduce_columns(rows, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        given = _reduce_columns(grad, ctx.group) if ctx.gathers else _gather_columns(grad, ctx.group)
-        return given, None, None
-
-
-def _gather_columns(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
-    num_rows, width, size = *rows.shape, group.size()
-    of_ranks = rows.new_empty(size * num_rows, width)
-    if num_rows:  # as many on all ranks of the group
-        dist.all_gather_into_tensor(of_ranks, rows.contiguous(), group=group)
-    return of_ranks.view(size, num_rows, width).transpose(0, 1).reshape(num_rows, size * width)
-
-
-def _reduce_columns(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
-    num_rows, width, size = len(rows), rows.shape[1] // group.size(), group.size()
-    of_ranks = rows.reshape(num_rows, size, width).transpose(0, 1).reshape(size * num_rows, width)
-    own = rows.new_empty(num_rows, width)
-    if num_rows:
-        dist.reduce_scatter_tensor(own, of_ranks, group=group)
-    return own
-
-
-class _AllToAll(torch.autograd.Function):
-    """Exchange rows (N, hidden) in a group; gradients go back the same way."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.sent, ctx.received, ctx.group = sent, received, group
-        return _all_to_all(rows, sent, received, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _all_to_all(grad, ctx.received, ctx.sent, ctx.group), None, None, None
-
-
-def _all_to_all(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-    arrived = rows.new_empty(sum(received), rows.shape[1])
-    dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=group)
-    return arrived
-
-
-def _copy_rows(rows: Tensor, order: Tensor, num_copies: int = 1) -> Tensor:
-    """Return in each place the row that `order` names there, of rows counted `num_copies` times each."""
-    return cast(Tensor, _CopyToExperts.apply(rows, order, num_copies))  # type: ignore[no-untyped-call]
-
-
-def _return_rows(rows: Tensor, order: Tensor) -> Tensor:
-    """Bring each row to the place that `order` names: the way back of `_copy_rows`."""
-    return cast(Tensor, _ReturnFromExperts.apply(rows, order))  # type: ignore[no-untyped-call]
-
-
-class _CopyToExperts(torch.autograd.Function):
-    """Copy tokens (T, hidden) to the rows of their experts. Gradients of a token's copies are summed in one order."""
-
-    @staticmethod
-    def forward(ctx: Any, tokens: Tensor, order: Tensor, top_k: int) -> Tensor:
-        ctx.save_for_backward(order)
-        ctx.top_k = top_k
-        return tokens.index_select(0, order // top_k)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (order,) = ctx.saved_tensors
-        of_tokens = torch.empty_like(grad)
-        of_tokens[order] = grad
-        return of_tokens.view(-1, ctx.top_k, grad.shape[1]).sum(dim=1), None, None
-
-
-class _ReturnFromExperts(torch.autograd.Function):
-    """Bring rows (T * top_k, hidden) from the order of experts into that of tokens."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor) -> Tensor:
-        ctx.save_for_backward(order)
-        of_tokens = torch.empty_like(rows)
-        of_tokens[order] = rows
-        return of_tokens
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (order,) = ctx.saved_tensors
-        return grad.index_select(0, order), None

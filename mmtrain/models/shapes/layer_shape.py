@@ -46,6 +46,7 @@ MERGER_LINEARS = ("proj", "linear_1", "linear_2")  # behind its convolution, in 
 # Tokens for which the MLP of a recomputed block exists at once. Each chunk reads and writes the sums of gradients of
 # its weights once more, in fp32: on an H100, as modelled, 3% of its GEMMs, whatever their widths.
 MLP_CHUNK_TOKENS = 8192
+COPIES_SUMMED_AT_ONCE = 4096  # of rows for experts, which lie once more beside all copies meanwhile
 
 
 def num_pieces(kind: LayerKind) -> int:
