@@ -108,7 +108,8 @@ class Router(nn.Module):
             shares = scores / scores.sum(dim=-1, keepdim=True) if rules.scores == "sigmoid" else scores
             balance = (shares * load[samples.numbers]).sum(dim=-1)
         of_tokens = torch.stack([balance, logit_squares]) * samples.is_real
-        return of_tokens.sum(dim=1) * (samples.token_weight / self.tp_size)
+        losses: Tensor = of_tokens.sum(dim=1) * (samples.token_weight / self.tp_size)
+        return losses
 
     def take_losses(self) -> Tensor | None:
         """Return the sums of `_losses`, (2,), over the backwards since the last call; None if there was none."""
