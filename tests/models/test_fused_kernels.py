@@ -94,6 +94,16 @@ def test_swiglu(size: tuple[int, ...]) -> None:
 
 
 @needs_liger
+def test_swiglu_of_rows_with_weights() -> None:
+    assert_same(
+        lambda inner, weights: (activate_gated(inner, "silu", weights, fused=True),),
+        lambda inner, weights: (activate_gated(inner, "silu", weights, fused=False),),
+        numbers(5, 14),
+        numbers(5, 1, seed=1),
+    )
+
+
+@needs_liger
 @needs_gpu
 @pytest.mark.parametrize("size", [(5, 1, 10), (3, 7), (1, 33)])
 def test_residual_sum_and_rms_norm(size: tuple[int, ...]) -> None:

@@ -101,9 +101,8 @@ class _WeightedSilu(torch.autograd.Function):
         with torch.enable_grad():
             activated = liger.multiply_by_silu(inner)
         weights_grad = _row_products(activated.detach(), grad).to(weights.dtype)
-        # Nothing reads the products any more, so their gradient takes their place.
-        product_grad = torch.mul(grad, weights, out=activated.detach())
-        (inner_grad,) = torch.autograd.grad(activated, inner, product_grad)
+        products_grad = torch.mul(grad, weights, out=torch.empty_like(grad))
+        (inner_grad,) = torch.autograd.grad(activated, inner, products_grad)
         return inner_grad, weights_grad
 
 
