@@ -11,7 +11,6 @@ rows of the whole group. Ranks without rows take part in it too. The ranks of a 
 exchanges its columns of the rows alone, and they put these together where the rows arrive.
 """
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -101,6 +100,8 @@ class Expert(nn.Module):
         self.linear_fc2 = RowLinear(ffn, config.hidden_size, input_is_parallel=True, skip_bias_add=True, **arguments)
         for linear in (self.linear_fc1, self.linear_fc2):
             linear.explicit_expert_comm = True
+            # Halves of an adapter that all ranks hold have summands of gradients, as the router's weight has.
+            linear.sequence_parallel = groups.tp_size > 1
 
 
 class SharedGate(nn.Module):
@@ -169,6 +170,21 @@ class ExpertMlp(nn.Module):
         self.reduction = TokenReduction(config, groups)
         self.loads = RecordedLoads(mlp.experts)
         self.max_rows: int | None = None  # for which a rank has room at once; None: for any number
+        self.anchor: Tensor | None = None  # see `join_backward`
+
+    def join_backward(self) -> None:
+        """Let this rank, none of whose experts trains, take part in every backward of the group: others' do.
+
+        Else it would leave out the exchanges of a backward in which nothing below the mixture trains.
+        """
+        device = next(self.experts.parameters()).device
+        self.anchor = torch.zeros((), device=device, requires_grad=True)
+
+    @property
+    def trained(self) -> list[Tensor]:
+        """Return what of the mixture has a gradient."""
+        anchors = [] if self.anchor is None else [self.anchor]
+        return [*(weight for weight in self.parameters() if weight.requires_grad), *anchors]
 
     def route(self, hidden: Tensor, packing: PackedSequences | None) -> RoutedTokens:
         """Choose the experts of tokens (T, 1, hidden).
@@ -203,6 +219,8 @@ class ExpertMlp(nn.Module):
             arrival = _arrival_order(counts, self.ep_group).to(rows.device)
             rows = _Exchange(counts, self.ep_group).send(rows)
             rows = self.columns.gather(_copy_rows(rows, arrival))
+        if self.anchor is not None:
+            rows = cast(Tensor, _Anchored.apply(rows, self.anchor))  # type: ignore[no-untyped-call]
         inner = self._run("linear_fc1", rows, counts)
         return inner, Routing(weights, order, counts, arrival), self._up_shared(tokens)
 
@@ -244,13 +262,18 @@ class ExpertMlp(nn.Module):
         return of_ranks.view(-1, self.num_experts).cpu()
 
     def _run(self, linear: str, rows: Tensor, counts: Tensor) -> Tensor:
-        """Let each expert compute its rows; those without rows take part, so that adapters meet on all ranks."""
-        of_experts = counts[:, [int(number) for number in self.experts]].sum(dim=0)
+        """Let each expert compute its rows, with its adapter if they have one.
+
+        What an adapter makes of a shard of the inner width is a summand, so that its halves need no exchange between.
+        """
+        sizes = counts[:, [int(number) for number in self.experts]].sum(dim=0).tolist()
         linears = [getattr(expert, linear) for expert in self.experts.values()]
-        if all(module.lora is None for module in linears):
-            return expert_linear(rows, [module.weight for module in linears], of_experts.tolist())
-        parts: Sequence[Tensor] = torch.split(rows, of_experts.tolist())
-        return torch.cat([module(part)[0] for module, part in zip(linears, parts, strict=True)])
+        out = expert_linear(rows, [module.weight for module in linears], sizes)
+        adapters = [module.lora for module in linears if module.lora is not None]
+        if not adapters:
+            return out
+        low = expert_linear(rows, [adapter.a for adapter in adapters], sizes)
+        return out + expert_linear(low * adapters[0].scale, [adapter.b for adapter in adapters], sizes)
 
 
 def held_experts(num_experts: int, groups: ParallelGroups) -> range:
@@ -260,6 +283,18 @@ def held_experts(num_experts: int, groups: ParallelGroups) -> range:
     num_held = num_experts // groups.ep.size()
     first = groups.ep.rank() * num_held
     return range(first, first + num_held)
+
+
+class _Anchored(torch.autograd.Function):
+    """Pass rows on; they have a gradient because an anchor has one, which is zero."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, anchor: Tensor) -> Tensor:
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad, grad.new_zeros(())
 
 
 def _arrival_order(counts: Tensor, group: dist.ProcessGroup) -> Tensor:
