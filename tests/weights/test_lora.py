@@ -16,7 +16,18 @@ from tests.models.factory import randomize, text
 from tests.models.whole_tensors import stage_logits
 from tests.runtime.models import run_folder
 from tests.weights.comparison import unit_stage
-from tests.weights.pretrained import VOCAB, llama, llava, qwen2, recipe_from, save
+from tests.weights.pretrained import (
+    VOCAB,
+    glm4_moe,
+    llama,
+    llava,
+    mixtral,
+    qwen2,
+    qwen2_moe,
+    qwen3_moe,
+    recipe_from,
+    save,
+)
 
 __all__ = ["run_mmtrain"]
 
@@ -25,7 +36,13 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is d
 
 LENGTHS = (9, 5)
 EVERY_LINEAR = ("llm.*.linear_*",)
-MODELS = {"qwen2, with biases": qwen2, "llama, four blocks": llama}
+MODELS = {"qwen2, with biases": qwen2, "llama, four blocks": llama, "qwen3_moe": qwen3_moe}
+MIXTURES = {"mixtral": mixtral, "qwen2_moe": qwen2_moe, "glm4_moe": glm4_moe}
+CASES = [(name, EVERY_LINEAR) for name in MODELS] + [
+    pytest.param("qwen3_moe", (pattern,), marks=pytest.mark.slow)
+    for pattern in ("llm.*.experts.*.linear_fc1", "llm.*.experts.*.linear_fc2")
+]
+CASES += [pytest.param(name, EVERY_LINEAR, marks=pytest.mark.slow) for name in MIXTURES]
 
 
 def adapted(folder: Path, targets: tuple[str, ...] = EVERY_LINEAR, **more: Any) -> Recipe:
@@ -52,15 +69,15 @@ def logits_of(model: nn.Module, ids: Tensor) -> Tensor:
     return torch.cat(rows)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "targets"), CASES)
 def test_merged_and_as_an_adapter_of_peft_the_logits_are_ours(
-    name: str, tmp_path: Path, run_mmtrain: RunMmtrain
+    name: str, targets: tuple[str, ...], tmp_path: Path, run_mmtrain: RunMmtrain
 ) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    folder = save(MODELS[name](), tmp_path / "model")
-    recipe = adapted(folder)
+    folder = save((MODELS | MIXTURES)[name](), tmp_path / "model")
+    recipe = adapted(folder, targets)
     stage = taught(recipe)
     run = run_folder(tmp_path / "run", recipe, {"llm": stage})
     assert run_mmtrain("export", str(run), "--out", str(tmp_path / "merged")).returncode == 0
