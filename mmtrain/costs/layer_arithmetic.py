@@ -228,9 +228,12 @@ def _expert_parameters(layer: LayerShape, tp: int) -> tuple[int, int]:
 def _num_adapter_parameters(layer: LayerShape, tp: int, *, of_experts_only: bool = False) -> int:
     if layer.lora is None:
         return 0
-    pairs = zip_longest(gemm_linears(layer), adapter_gemms(layer, TokenLoad(0, 0, 0, 0), tp), fillvalue="")
+    linears, pairs = gemm_linears(layer), adapter_gemms(layer, TokenLoad(0, 0, 0, 0), tp)
     return sum(
-        gemm.num_weights for linear, pair in pairs for gemm in pair if not of_experts_only or is_of_expert(linear)
+        gemm.num_weights
+        for linear, pair in zip(linears, pairs, strict=False)  # other GEMMs have no adapters
+        for gemm in pair
+        if not of_experts_only or is_of_expert(linear)
     )
 
 

@@ -40,5 +40,5 @@ def join_experts(halves: "Sequence[tuple[torch.Tensor, torch.Tensor]]") -> "tupl
 
 def split_experts(a: "torch.Tensor", b: "torch.Tensor", num_experts: int) -> "list[tuple[torch.Tensor, torch.Tensor]]":
     """Return A (rank, inputs) and B (outputs, rank) of each expert, from those of `join_experts`."""
-    of_experts = b.unflatten(1, (-1, num_experts)).unbind(-1)
-    return list(zip(a.unflatten(0, (num_experts, -1)).unbind(), of_experts, strict=True))
+    of_experts = b.reshape(len(b), -1, num_experts).unbind(-1)
+    return list(zip(a.reshape(num_experts, -1, a.shape[1]).unbind(), of_experts, strict=True))

@@ -18,13 +18,11 @@ from mmtrain.recipe import Recipe
 from mmtrain.weights.adapters import adapted_weights, adapter_names, read_parameter
 from mmtrain.weights.expert_adapters import EXPERT_TENSORS, TARGETED_AS_PARAMETERS, join_experts, module_in_transformers
 from mmtrain.weights.export_weights import media_settings, source_folder
+from mmtrain.weights.peft_adapter import CONFIG_NAME, PREFIX, WEIGHTS_NAME
 from mmtrain.weights.write_tensors import TORCH_NAMES, ExportDtype, ExportedFolder, draft_folder, require_new
 
 if TYPE_CHECKING:
     import torch
-
-CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"  # what `peft` looks for
-_PREFIX = "base_model.model."  # of the names of modules inside a model of `peft`
 
 
 @dataclass(frozen=True)
@@ -162,7 +160,7 @@ def _require_adapters_only(recipe: Recipe, shape: ModelShape) -> None:
 
 
 def _entries(module: _Adapted, torch_name: str) -> tuple[TensorEntry, TensorEntry]:
-    a, b = (f"{_PREFIX}{module.module}.lora_{half}.weight" for half in "AB")
+    a, b = (f"{PREFIX}{module.module}.lora_{half}.weight" for half in "AB")
     of_a, of_b = module.shapes
     return TensorEntry(a, torch_name, of_a), TensorEntry(b, torch_name, of_b)
 
