@@ -181,7 +181,9 @@ def _fits(sources: list[ParameterSource], rank: int) -> dict[str, list[_Fit]]:
     return fits
 
 
-def _misfit(module: str, found: list[str], shapes: list[tuple[int, ...]], fits: Mapping[str, Sequence[_Fit]]) -> str:
+def _misfit(
+    module: str, found: list[str], shapes: Sequence[tuple[int, ...]], fits: Mapping[str, Sequence[_Fit]]
+) -> str:
     """Say why the adapter on a module is not read."""
     if module not in fits:
         nearest = get_close_matches(module, fits, n=1, cutoff=0.6)
