@@ -12,12 +12,15 @@ from mmtrain.checkpoint.tensorfile import TensorEntry, header_bytes, tensor_byte
 from mmtrain.errors import UserError
 from mmtrain.families import ParameterSource
 from mmtrain.families.trained_processors import differing_processors
-from mmtrain.models.shapes.layer_shape import LoraShape, is_of_expert
+from mmtrain.models.shapes.freezing import all_parameter_names
+from mmtrain.models.shapes.layer_shape import LoraShape, is_adapter, is_of_expert
 from mmtrain.models.shapes.model_shape import ModelShape, build_model_shape
+from mmtrain.models.shapes.param_spec import ParamSpec
 from mmtrain.recipe import Recipe
 from mmtrain.weights.adapters import adapted_weights, adapter_names, read_parameter
 from mmtrain.weights.expert_adapters import EXPERT_TENSORS, TARGETED_AS_PARAMETERS, join_experts, module_in_transformers
 from mmtrain.weights.export_weights import media_settings, source_folder
+from mmtrain.weights.import_weights import open_pretrained
 from mmtrain.weights.peft_adapter import CONFIG_NAME, PREFIX, WEIGHTS_NAME
 from mmtrain.weights.write_tensors import TORCH_NAMES, ExportDtype, ExportedFolder, draft_folder, require_new
 
@@ -101,8 +104,8 @@ def export_adapter(
     Those on all experts of a block become one on each tensor of experts: see `expert_adapters`.
     The folder appears by rename when it is complete.
 
-    Raises UserError for a run without adapters, with other trained weights or without `model.hf`, and for an `out` that
-    exists or cannot be written; ModelFolderError; CheckpointError.
+    Raises UserError for a run without adapters, with other trained weights or without `model.hf`, for one whose weights
+    are not those of that folder, and for an `out` that exists or cannot be written; ModelFolderError; CheckpointError.
     """
     shape = build_model_shape(recipe)
     _require_adapters_only(recipe, shape)
@@ -118,6 +121,7 @@ def export_adapter(
             "does not hold the rows of new ones; leave --adapter out to export the model with the adapters merged"
         )
     require_new(out)
+    _require_base_of_folder(recipe, shape, checkpoint)
     modules = _adapted_modules(list(folder.family.weights(folder.settings)), adapted_weights(shape))
     unnamed = [
         module.module
@@ -157,6 +161,28 @@ def _require_adapters_only(recipe: Recipe, shape: ModelShape) -> None:
             f"--adapter: train.lora.also_train trained weights of {', '.join(trained)}, which an adapter's folder does "
             "not hold; leave --adapter out to export the model with the adapters merged"
         )
+
+
+def _require_base_of_folder(recipe: Recipe, shape: ModelShape, checkpoint: Checkpoint) -> None:
+    """Raise UserError if a run that started from another, or from an adapter, has other weights than its folder."""
+    import torch
+
+    if recipe.train.init_from is None:
+        return
+    base = open_pretrained(recipe)
+    assert base is not None, "such runs are refused before"
+    for name in all_parameter_names(shape.units, recipe):
+        if is_adapter(name):
+            continue
+        saved = read_parameter(checkpoint, name)
+        of_folder = torch.empty_like(saved)
+        if base.fill(of_folder, ParamSpec(name, tuple(saved.shape), None), 0, 1) and not of_folder.equal(saved):
+            raise UserError(
+                f"--adapter: this run started from {recipe.train.init_from}, whose {name} is not that of "
+                f"{recipe.model.hf}, so the adapter would be loaded on other weights; leave --adapter out to export "
+                "the model with the adapters merged"
+            )
+    base.close()
 
 
 def _entries(module: _Adapted, torch_name: str) -> tuple[TensorEntry, TensorEntry]:

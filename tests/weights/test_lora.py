@@ -129,6 +129,24 @@ def test_an_exported_adapter_goes_on_in_another_run(name: str, tmp_path: Path, r
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
+def test_an_adapter_is_exported_only_for_the_weights_that_it_was_trained_on(
+    tmp_path: Path, run_mmtrain: RunMmtrain
+) -> None:
+    folder = save(qwen3_moe(), tmp_path / "model")
+    recipe = adapted(folder)
+    run = run_folder(tmp_path / "run", recipe, {"llm": taught(recipe)})
+    run_mmtrain("export", str(run), "--out", str(tmp_path / "adapter"), "--adapter")
+    other_rank = with_train(recipe, lora=LoraSettings(rank=5))
+    for name, continued in (("goes on", recipe), ("merged", other_rank)):
+        stage, _ = started(continued, tmp_path / "adapter")
+        started_recipe = with_train(continued, init_from=tmp_path / "adapter")
+        run = run_folder(tmp_path / name, started_recipe, {"llm": stage})
+        result = run_mmtrain("export", str(run), "--out", str(tmp_path / f"{name} again"), "--adapter")
+        assert result.returncode == (0 if continued is recipe else 2)
+    assert "linear_qkv.weight is not that of" in result.stderr
+
+
 @pytest.mark.parametrize("name", ["qwen3_moe", *(pytest.param(name, marks=pytest.mark.slow) for name in MIXTURES)])
 def test_an_adapter_of_peft_starts_a_run(name: str, tmp_path: Path) -> None:
     from peft import LoraConfig, get_peft_model
