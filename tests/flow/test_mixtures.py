@@ -127,7 +127,10 @@ def test_a_mixture_in_pieces_computes_what_one_process_does(case: str) -> None:
     assert_equals_one_process(settings, plan(settings, "explicit", order, **meshes))
 
 
-@pytest.mark.parametrize(("changes", "recompute"), [(SHARED, ()), (MOE, ALL)])
+@pytest.mark.parametrize(
+    ("changes", "recompute"),
+    [(SHARED, ()), (MOE, ALL), pytest.param(SHARED | ADAPTED, (1, 3), marks=pytest.mark.slow)],
+)
 def test_a_sharded_mixture_computes_what_one_process_does(changes: dict[str, Any], recompute: tuple[int, ...]) -> None:
     settings = recipe(**changes)
     assert_equals_one_process(settings, replicated(settings, 2, 2, recompute, "all"), texts_between=True)

@@ -31,6 +31,7 @@ from tests.weights.pretrained import (
     qwen3_vl_moe,
     recipe_from,
     save,
+    specs_of,
 )
 
 __all__ = ["run_mmtrain"]
@@ -108,6 +109,19 @@ def started(recipe: Recipe, adapter: Path) -> tuple[StageModule, AdaptedWeights]
     return stage_from(recipe, weights), weights
 
 
+def assert_equal_on_two_ranks(stage: StageModule, weights: AdaptedWeights) -> None:
+    """Assert that two ranks of a tensor-parallel group start with the shards of what one starts with."""
+    parameters = dict(zip(specs_of(stage).values(), stage.parameters(), strict=True))
+    split = {spec: values for spec, values in parameters.items() if spec.dim is not None}
+    assert split
+    for spec, values in split.items():
+        shards = [torch.empty(spec.local_shape(2)) for _ in range(2)]
+        for rank, shard in enumerate(shards):
+            assert weights.fill(shard, spec, rank, 2)
+        assert spec.dim is not None
+        assert torch.equal(torch.cat(shards, spec.dim).view_as(values), values), spec.name
+
+
 @pytest.mark.parametrize("name", ["qwen3_moe", pytest.param("qwen2, with biases", marks=pytest.mark.slow)])
 def test_an_exported_adapter_goes_on_in_another_run(name: str, tmp_path: Path, run_mmtrain: RunMmtrain) -> None:
     folder = save((MODELS | MIXTURES)[name](), tmp_path / "model")
@@ -120,10 +134,12 @@ def test_an_exported_adapter_goes_on_in_another_run(name: str, tmp_path: Path, r
     assert weights.num_continued > 0
     for (parameter, before), after in zip(first.named_parameters(), second.parameters(), strict=True):
         assert torch.equal(before, after), parameter
+    assert_equal_on_two_ranks(second, weights)
     # Where the run has no adapters, or others, the model is the same, too.
     inputs = text(*LENGTHS, vocab=VOCAB)
     merged, weights = started(recipe_from(folder), tmp_path / "adapter")
     assert weights.num_continued == 0
+    assert_equal_on_two_ranks(merged, weights)
     with torch.no_grad():
         ours, theirs = (stage_logits(stage, None, inputs) for stage in (merged, first))
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
