@@ -30,7 +30,7 @@ from mmtrain.costs.gradient_reduction import BYTES_PER_GRADIENT
 from mmtrain.costs.hardware import ELEMENT_BYTES, Hardware, Precision
 from mmtrain.costs.offload_costs import offloaded_bytes, offloaded_seconds
 from mmtrain.models.shapes.layer_shape import Attention, MoeMlp
-from mmtrain.models.shapes.model_shape import BLOCK_KINDS, MLP_CHUNK_TOKENS, LayerShape, adaptable_linears, num_pieces
+from mmtrain.models.shapes.model_shape import BLOCK_KINDS, MLP_CHUNK_TOKENS, LayerShape, num_pieces
 
 _ROTATION_KERNELS, _GATE_KERNELS, _JOINT_NORM_KERNELS, _SCALE_KERNELS = 6, 1, 14, 2  # what they add to a block
 # Kernels of one forward: GEMMs with their biases, norms, rotary, attention, activation, residual adds and layout
@@ -343,14 +343,14 @@ class AnalyticCosts:
         """Return the seconds of the adapter of each GEMM, 0 for those without.
 
         Each adds its output to that of its linear, and in one direction the ranks exchange what A computes, or its
-        gradient.
+        gradient; inside a mixture, whose reduction sums up all, they do not.
         """
         pairs = analytic.adapter_gemms(layer, load, tp)
         if layer.lora is None:
             return [0.0] * len(pairs)
         is_backward = direction == "backward"
         seconds = []
-        for linear, pair in zip_longest(adaptable_linears(layer), pairs):
+        for linear, pair in zip_longest(analytic.gemm_linears(layer), pairs):
             adapter_s = 0.0
             if pair:
                 low, out = pair
@@ -358,7 +358,8 @@ class AnalyticCosts:
                 adapter_s = sum(map(self._gemm, pair)) * (2 if is_backward else 1)
                 adapter_s += ADAPTER_KERNELS * self.hardware.kernel_launch_s
                 adapter_s += 3 * out.m * out.n * self.element_bytes / self.hardware.moved_bytes_per_s
-                if is_row_parallel != is_backward:
+                is_in_mixture = isinstance(layer.mlp, MoeMlp) and linear not in layer.attention.linears
+                if is_row_parallel != is_backward and not is_in_mixture:
                     adapter_s += self.collective("all_reduce", low.m * low.n * self.element_bytes, GroupLayout(tp))
             seconds.append(adapter_s)
         return seconds

@@ -11,7 +11,16 @@ from typing import NamedTuple, TypeAlias
 from mmtrain.costs import generator_arithmetic as diffusion
 from mmtrain.costs.cost_model import TokenLoad
 from mmtrain.costs.expert_spread import arriving_rows, fullest_rank_load, ranks_of_token
-from mmtrain.models.shapes.layer_shape import Attention, DenseMlp, LayerShape, MoeMlp
+from mmtrain.models.shapes.layer_shape import (
+    EXPERT_LINEARS,
+    ROUTER,
+    SHARED_EXPERT,
+    SHARED_GATE,
+    Attention,
+    DenseMlp,
+    LayerShape,
+    MoeMlp,
+)
 
 INDEX_BYTES = 8
 FP32_BYTES = 4
@@ -193,6 +202,11 @@ class DenseMlpArithmetic:
         hidden = self.layer.hidden
         return Gemm(tokens, self.mlp.first_width // tp, hidden), Gemm(tokens, hidden, self.mlp.ffn // tp)
 
+    @property
+    def linears(self) -> tuple[str, ...]:
+        """Names of the linears that compute `gemms`, inside the block."""
+        return self.mlp.linears
+
     def num_parameters(self) -> PartParameters:
         """Return the number of parameters."""
         hidden, bias = self.layer.hidden, int(self.layer.linear_bias)
@@ -262,6 +276,13 @@ class MoeMlpArithmetic:
         of_shared = (Gemm(tokens, 2 * shared_ffn, hidden), Gemm(tokens, hidden, shared_ffn))
         return (*of_mixture, *of_shared, *(Gemm(tokens, 1, hidden),) * mlp.shared_gate)
 
+    @property
+    def linears(self) -> tuple[str, ...]:
+        """Names of the linears that compute `gemms`, inside the block; of experts, which share one, the first's."""
+        of_experts = (f"mlp.experts.0.{linear}" for linear in EXPERT_LINEARS)
+        of_shared = (f"{SHARED_EXPERT}.{linear}" for linear in EXPERT_LINEARS if self.mlp.shared_ffn)
+        return (*of_experts, ROUTER, *of_shared, *(SHARED_GATE,) * self.mlp.shared_gate)
+
     def num_parameters(self) -> PartParameters:
         """Return the number of parameters."""
         hidden, mlp = self.layer.hidden, self.mlp
@@ -292,10 +313,11 @@ class MoeMlpArithmetic:
     def read_by_weight_gradients(self, tp: int) -> dict[str, int]:
         """Return, by module, the numbers that a rank keeps of a token only for gradients of the module's weights."""
         mlp = self.mlp
-        widths = {"mlp.experts.linear_fc1": self._computed(mlp.top_k * self.layer.hidden)}
+        first, second = self.linears[: len(EXPERT_LINEARS)]
+        widths = {first: self._computed(mlp.top_k * self.layer.hidden)}
         if not self.layer.recomputes_activation:
-            widths["mlp.experts.linear_fc2"] = self._computed(mlp.top_k * mlp.expert_ffn // tp)
-            widths["mlp.shared.linear_fc2"] = mlp.shared_ffn // tp
+            widths[second] = self._computed(mlp.top_k * mlp.expert_ffn // tp)
+            widths[f"{SHARED_EXPERT}.{EXPERT_LINEARS[1]}"] = mlp.shared_ffn // tp
         return widths
 
     @property

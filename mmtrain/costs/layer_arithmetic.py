@@ -15,6 +15,7 @@ All figures that mmtrain prints follow these conventions:
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from itertools import zip_longest
 
@@ -78,14 +79,24 @@ def gemms(layer: LayerShape, load: TokenLoad, tp: int = 1) -> tuple[Gemm, ...]:
 
 
 def adapter_gemms(layer: LayerShape, load: TokenLoad, tp: int = 1) -> tuple[tuple[Gemm, ...], ...]:
-    """Return for each of the layer's `gemms` the two of its adapter, with A and with B; () if it has none."""
+    """Return for each of the layer's `gemms` the two of its adapter, with A and with B; () if it has none.
+
+    All experts of a layer have one, or none has.
+    """
     lora = layer.lora
     if lora is None:
         return ((),) * len(gemms(layer, load, tp))
     return tuple(
-        (Gemm(gemm.m, lora.rank, gemm.k), Gemm(gemm.m, gemm.n, lora.rank)) if linear in lora.linears else ()
-        for linear, gemm in zip_longest(adaptable_linears(layer), gemms(layer, load, tp))
+        (replace(gemm, n=lora.rank), replace(gemm, k=lora.rank)) if linear in lora.linears else ()
+        for linear, gemm in zip_longest(gemm_linears(layer), gemms(layer, load, tp))
     )
+
+
+def gemm_linears(layer: LayerShape) -> tuple[str, ...]:
+    """Return the names of the linears that compute the first of the layer's `gemms`; only these may have an adapter."""
+    if layer.kind in BLOCK_KINDS:
+        return (*layer.attention.linears, *mlp_arithmetic(layer).linears)
+    return adaptable_linears(layer)
 
 
 def adapter_flops(layer: LayerShape, load: TokenLoad, tp: int = 1) -> int:
@@ -192,9 +203,10 @@ def num_apart_parameters(layer: LayerShape, tp: int = 1) -> int:
 
     Only every `ep`-th replica holds the same ones, and reduces their gradients. None where replicas hold all experts.
     """
-    if not isinstance(layer.mlp, MoeMlp) or layer.mlp.ep == 1 or not _trains_matrices(layer):
+    if not isinstance(layer.mlp, MoeMlp) or layer.mlp.ep == 1:
         return 0
-    return _expert_parameters(layer, tp)[1]
+    in_weights = _expert_parameters(layer, tp)[1] if _trains_matrices(layer) else 0
+    return in_weights + _num_adapter_parameters(layer, tp, of_experts_only=True)
 
 
 @lru_cache(maxsize=1 << 10)
@@ -216,11 +228,16 @@ def _expert_parameters(layer: LayerShape, tp: int) -> tuple[int, int]:
     return held, max(sum(trained[first : first + num_names]) for first in range(0, len(trained), num_names))
 
 
-def _num_adapter_parameters(layer: LayerShape, tp: int) -> int:
+def _num_adapter_parameters(layer: LayerShape, tp: int, *, of_experts_only: bool = False) -> int:
     if layer.lora is None:
         return 0
-    pairs = adapter_gemms(layer, TokenLoad(0, 0, 0, 0), tp)
-    return sum(gemm.n * gemm.k for pair in pairs for gemm in pair)
+    linears, pairs = gemm_linears(layer), adapter_gemms(layer, TokenLoad(0, 0, 0, 0), tp)
+    return sum(
+        gemm.num_weights
+        for linear, pair in zip(linears, pairs, strict=False)  # other GEMMs have no adapters
+        for gemm in pair
+        if not of_experts_only or is_of_expert(linear)
+    )
 
 
 @lru_cache(maxsize=1 << 12)  # the planner asks for the parameters of layers very often

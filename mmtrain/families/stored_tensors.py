@@ -26,7 +26,7 @@ def read_headers(folder: Path) -> dict[str, StoredWeight]:
     """Read the headers of the folder's files. Raises ModelFolderError for files that are missing or damaged."""
     tensors: dict[str, StoredWeight] = {}
     for name in weight_file_names(folder):
-        tensors |= _read_header(folder, name)
+        tensors |= read_header(folder, name)
     return tensors
 
 
@@ -71,7 +71,7 @@ def weight_file_names(folder: Path) -> list[str]:
     return names
 
 
-def _read_header(folder: Path, name: str) -> dict[str, StoredWeight]:
+def read_header(folder: Path, name: str) -> dict[str, StoredWeight]:
     """Read the names, types and shapes in one file, and check that the file is as long as they say."""
     path = folder / name
     try:

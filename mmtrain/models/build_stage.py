@@ -110,6 +110,8 @@ def _layer_factory(
 def _freeze(stage: StageModule) -> None:
     """Turn off the gradients of the parameters that the recipe freezes."""
     for index, module in stage.layers.items():
-        frozen = stage.shape.layers[int(index)].frozen
+        layer = stage.shape.layers[int(index)]
         for name, param in module.named_parameters():
-            param.requires_grad_(name not in frozen)
+            param.requires_grad_(name not in layer.frozen)
+        if layer.trains_experts:
+            stage.factory.join_backward(module)

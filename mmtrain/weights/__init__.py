@@ -5,14 +5,17 @@ parameter is made of is data of its family (`mmtrain.families`). Read `import_we
 """
 
 from mmtrain.families.stored_tensors import StoredWeight
+from mmtrain.weights.adapted_weights import AdaptedWeights, open_adapted
 from mmtrain.weights.export_adapter import export_adapter
 from mmtrain.weights.export_weights import export_folder, export_generator
 from mmtrain.weights.folder_tensors import FolderTensors
 from mmtrain.weights.import_weights import PretrainedWeights, open_pretrained, start_folders
+from mmtrain.weights.peft_adapter import is_adapter_folder
 from mmtrain.weights.run_weights import RunWeights
 from mmtrain.weights.write_tensors import ExportDtype, ExportedFolder
 
 __all__ = [
+    "AdaptedWeights",
     "ExportDtype",
     "ExportedFolder",
     "FolderTensors",
@@ -22,6 +25,8 @@ __all__ = [
     "export_adapter",
     "export_folder",
     "export_generator",
+    "is_adapter_folder",
+    "open_adapted",
     "open_pretrained",
     "start_folders",
 ]

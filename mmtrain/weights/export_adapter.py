@@ -1,7 +1,8 @@
 """Write the adapters of a run as a folder that `peft` loads on top of the model that the run started from."""
 
 import json
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,37 +12,87 @@ from mmtrain.checkpoint.tensorfile import TensorEntry, header_bytes, tensor_byte
 from mmtrain.errors import UserError
 from mmtrain.families import ParameterSource
 from mmtrain.families.trained_processors import differing_processors
-from mmtrain.models.shapes.layer_shape import LoraShape
+from mmtrain.models.shapes.freezing import all_parameter_names
+from mmtrain.models.shapes.layer_shape import LoraShape, is_adapter, is_of_expert
 from mmtrain.models.shapes.model_shape import ModelShape, build_model_shape
+from mmtrain.models.shapes.param_spec import ParamSpec
 from mmtrain.recipe import Recipe
 from mmtrain.weights.adapters import adapted_weights, adapter_names, read_parameter
+from mmtrain.weights.expert_adapters import EXPERT_TENSORS, TARGETED_AS_PARAMETERS, join_experts, module_in_transformers
 from mmtrain.weights.export_weights import media_settings, source_folder
+from mmtrain.weights.import_weights import open_pretrained
+from mmtrain.weights.peft_adapter import CONFIG_NAME, PREFIX, WEIGHTS_NAME
 from mmtrain.weights.write_tensors import TORCH_NAMES, ExportDtype, ExportedFolder, draft_folder, require_new
 
 if TYPE_CHECKING:
     import torch
 
-CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"  # what `peft` looks for
-_PREFIX = "base_model.model."  # of the names of modules inside a model of `peft`
-
 
 @dataclass(frozen=True)
 class _Adapted:
-    """A weight of the folder with an adapter: its module in `transformers`, and what our weight is made of."""
+    """A linear of `transformers` with an adapter, or a tensor of all experts of a block with one each."""
 
-    module: str
-    source: ParameterSource
+    module: str  # by `peft`'s name
+    target: str  # what the config says to have an adapter: the module, or a parameter
+    tensor: str | None  # of the folder: the linear's weight; None for experts
+    sources: tuple[ParameterSource, ...]  # what our weight is made of; of experts those of all, in their order
     lora: LoraShape
 
     @property
-    def rows(self) -> int:
-        """Rows of the folder's tensor."""
-        return self.source.tensor_shapes()[f"{self.module}.weight"][0]
+    def shapes(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Return the shapes of A and of B."""
+        if self.tensor is not None:
+            rows, inputs = self.sources[0].tensor_shapes()[self.tensor]
+            return (self.lora.rank, inputs), (rows, self.lora.rank)
+        ends = [tuple(hi for _, hi in block.view_box) for block in self.sources[0].blocks]
+        *outputs, inputs = map(max, zip(*ends, strict=True))
+        rank_of_all = self.lora.rank * len(self.sources)
+        return (rank_of_all, inputs), (math.prod(outputs), rank_of_all)
 
-    @property
-    def inputs(self) -> int:
-        """Columns of the folder's tensor."""
-        return self.source.tensor_shapes()[f"{self.module}.weight"][1]
+    def read(self, checkpoint: Checkpoint) -> "tuple[torch.Tensor, torch.Tensor]":
+        """Return A and B in the form of `peft`."""
+        halves = [
+            (read_parameter(checkpoint, a), read_parameter(checkpoint, b))
+            for a, b in (adapter_names(source.name) for source in self.sources)
+        ]
+        if self.tensor is None:
+            return join_experts(halves)
+        [(a, b)] = halves
+        return a, self._rows_of_tensor(b)
+
+    def _rows_of_tensor(self, b: "torch.Tensor") -> "torch.Tensor":
+        """Return B (rows, rank) of one of the folder's linears, cut out of that of ours: the rows of its weight."""
+        rows = b.new_empty(self.shapes[1])
+        for block in self.sources[0].blocks:
+            if block.tensor == self.tensor:
+                lo, hi = block.tensor_box[0]
+                view = tuple(slice(start, stop) for start, stop in block.view_box[:-1])
+                rows[lo:hi] = b[view].reshape(hi - lo, -1)
+        return rows
+
+
+def _adapted_modules(sources: Sequence[ParameterSource], weights: Mapping[str, LoraShape]) -> list[_Adapted]:
+    """Return what has adapters in `transformers`, for those of our weights that have them."""
+    adapted = [source for source in sources if source.name in weights]
+    has_experts = any(is_of_expert(source.name) for source in sources)
+    of_experts: dict[tuple[str, str], list[ParameterSource]] = {}
+    modules = []
+    for source in adapted:
+        linear = source.name.split(".")[-2]
+        if is_of_expert(source.name):
+            module = module_in_transformers(source.blocks[0].tensor)
+            of_experts.setdefault((module, linear), []).append(source)
+            continue
+        for tensor in source.tensor_shapes():
+            module = module_in_transformers(tensor)
+            target = tensor if has_experts and module.endswith(TARGETED_AS_PARAMETERS) else module
+            modules.append(_Adapted(module, target, tensor, (source,), weights[source.name]))
+    for (module, linear), of_linear in of_experts.items():
+        tensor, around = EXPERT_TENSORS[linear]
+        has_both = all((module, other) in of_experts for other in EXPERT_TENSORS)
+        name, target = module + around * has_both, f"{module}.{tensor}"
+        modules.append(_Adapted(name, target, None, tuple(of_linear), weights[of_linear[0].name]))
+    return modules
 
 
 def export_adapter(
@@ -50,10 +101,11 @@ def export_adapter(
     """Write the adapters of a checkpoint, in whatever sharding, to a new folder; in fp32 without `dtype`.
 
     An adapter on a joint linear becomes one on each of the folder's linears: all with its A, each with its rows of B.
+    Those on all experts of a block become one on each tensor of experts: see `expert_adapters`.
     The folder appears by rename when it is complete.
 
-    Raises UserError for a run without adapters, with other trained weights or without `model.hf`, and for an `out` that
-    exists or cannot be written; ModelFolderError; CheckpointError.
+    Raises UserError for a run without adapters, with other trained weights or without `model.hf`, for one whose weights
+    are not those of that folder, and for an `out` that exists or cannot be written; ModelFolderError; CheckpointError.
     """
     shape = build_model_shape(recipe)
     _require_adapters_only(recipe, shape)
@@ -69,14 +121,13 @@ def export_adapter(
             "does not hold the rows of new ones; leave --adapter out to export the model with the adapters merged"
         )
     require_new(out)
-    weights = adapted_weights(shape)
-    modules = [
-        _Adapted(tensor.removesuffix(".weight"), source, weights[source.name])
-        for source in folder.family.weights(folder.settings)
-        if source.name in weights
-        for tensor in source.tensor_shapes()
+    _require_base_of_folder(recipe, shape, checkpoint)
+    modules = _adapted_modules(list(folder.family.weights(folder.settings)), adapted_weights(shape))
+    unnamed = [
+        module.module
+        for module in modules
+        if module.tensor is not None and any(block.is_transposed for block in module.sources[0].blocks)
     ]
-    unnamed = [module.module for module in modules if any(block.is_transposed for block in module.source.blocks)]
     if unnamed:
         raise UserError(
             f"--adapter: {unnamed[0]} is a bare matrix in folders of this family, on which no adapter can be "
@@ -86,7 +137,7 @@ def export_adapter(
     entries = [entry for module in modules for entry in _entries(module, torch_name)]
     with draft_folder(out, "adapter") as draft:
         LocalStorage().write(draft / WEIGHTS_NAME, _chunks(entries, modules, checkpoint, torch_name))
-        config = _config(recipe, folder.path, [module.module for module in modules])
+        config = _config(recipe, folder.path, modules)
         (draft / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     num_bytes = sum(entry.num_bytes for entry in entries)
     notes = differing_processors(folder, media_settings(recipe))
@@ -112,10 +163,32 @@ def _require_adapters_only(recipe: Recipe, shape: ModelShape) -> None:
         )
 
 
+def _require_base_of_folder(recipe: Recipe, shape: ModelShape, checkpoint: Checkpoint) -> None:
+    """Raise UserError if a run that started from another, or from an adapter, has other weights than its folder."""
+    import torch
+
+    if recipe.train.init_from is None:
+        return
+    base = open_pretrained(recipe)
+    assert base is not None, "such runs are refused before"
+    for name in all_parameter_names(shape.units, recipe):
+        if is_adapter(name):
+            continue
+        saved = read_parameter(checkpoint, name)
+        of_folder = torch.empty_like(saved)
+        if base.fill(of_folder, ParamSpec(name, tuple(saved.shape), None), 0, 1) and not of_folder.equal(saved):
+            raise UserError(
+                f"--adapter: this run started from {recipe.train.init_from}, whose {name} is not that of "
+                f"{recipe.model.hf}, so the adapter would be loaded on other weights; leave --adapter out to export "
+                "the model with the adapters merged"
+            )
+    base.close()
+
+
 def _entries(module: _Adapted, torch_name: str) -> tuple[TensorEntry, TensorEntry]:
-    a, b = (f"{_PREFIX}{module.module}.lora_{half}.weight" for half in "AB")
-    rank = module.lora.rank
-    return TensorEntry(a, torch_name, (rank, module.inputs)), TensorEntry(b, torch_name, (module.rows, rank))
+    a, b = (f"{PREFIX}{module.module}.lora_{half}.weight" for half in "AB")
+    of_a, of_b = module.shapes
+    return TensorEntry(a, torch_name, of_a), TensorEntry(b, torch_name, of_b)
 
 
 def _chunks(
@@ -125,23 +198,11 @@ def _chunks(
 
     yield header_bytes(entries, metadata={"format": "pt"})
     for module in modules:
-        a, b = (read_parameter(checkpoint, name) for name in adapter_names(module.source.name))
-        for half in (a, _rows_of_module(module, b)):
+        for half in module.read(checkpoint):
             yield tensor_bytes(half.to(getattr(torch, torch_name)))
 
 
-def _rows_of_module(module: _Adapted, b: "torch.Tensor") -> "torch.Tensor":
-    """Return B (rows, rank) of one of the folder's linears, cut out of that of ours: the rows that its weight has."""
-    rows = b.new_empty((module.rows, b.shape[-1]))
-    for block in module.source.blocks:
-        if block.tensor == f"{module.module}.weight":
-            lo, hi = block.tensor_box[0]
-            view = tuple(slice(start, stop) for start, stop in block.view_box[:-1])
-            rows[lo:hi] = b[view].reshape(hi - lo, -1)
-    return rows
-
-
-def _config(recipe: Recipe, folder: Path, modules: list[str]) -> Mapping[str, Any]:
+def _config(recipe: Recipe, folder: Path, modules: list[_Adapted]) -> Mapping[str, Any]:
     """Return the config by which `peft` makes the same adapters."""
     lora = recipe.train.lora
     assert lora is not None
@@ -155,5 +216,6 @@ def _config(recipe: Recipe, folder: Path, modules: list[str]) -> Mapping[str, An
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
-        "target_modules": modules,
+        "target_modules": [module.target for module in modules if module.target == module.module],
+        "target_parameters": [module.target for module in modules if module.target != module.module],
     }

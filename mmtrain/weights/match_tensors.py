@@ -11,6 +11,8 @@ from mmtrain.families.weight_layouts import respell, sources_by_tensor
 from mmtrain.weights.folder_tensors import DTYPES, FolderTensors
 
 MAX_NAMES_IN_MESSAGE = 40  # a folder of another model lacks thousands
+# What lies beside quantized weights: of fp8 in blocks or in one scale, of GPTQ and AWQ, of MXFP4.
+_OF_QUANTIZED = ("_scale_inv", ".weight_scale", ".qweight", ".qzeros", "_blocks")
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ def match_tensors(
         rest = f"\n  and {len(problems) - len(shown)} more" if len(problems) > len(shown) else ""
         raise ModelFolderError(
             f"{setting}: the weights in {folder.path} are not those of its config.json ({family.name}), "
-            f"{len(problems)} differ:\n  " + "\n  ".join(shown) + rest
+            f"{len(problems)} differ{_remedy(stored)}:\n  " + "\n  ".join(shown) + rest
         )
     passed_over = stored.tensors.keys() - expected_names
     by_name = {source.name: source for source in sources}
@@ -99,6 +101,15 @@ def _tensor_shapes(sources: Iterable[ParameterSource]) -> dict[str, tuple[int, .
 
 def _num_known(sources: Iterable[ParameterSource], stored: FolderTensors) -> int:
     return sum(block.tensor in stored.tensors for source in sources for block in source.blocks)
+
+
+def _remedy(stored: FolderTensors) -> str:
+    """Say what to do about quantized weights, which a config need not mention."""
+    if not any(
+        name.endswith(_OF_QUANTIZED) or weight.dtype.startswith("F8") for name, weight in stored.tensors.items()
+    ):
+        return ""
+    return "; they are quantized, and cannot be trained: use the folder of the bf16 or fp16 model"
 
 
 def _missing(shapes: Mapping[str, tuple[int, ...]], stored: FolderTensors, unknown: Sequence[str]) -> list[str]:

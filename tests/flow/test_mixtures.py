@@ -133,7 +133,10 @@ def test_a_mixture_in_pieces_computes_what_one_process_does(case: str) -> None:
     assert_equals_one_process(settings, plan(settings, "explicit", order, **meshes))
 
 
-@pytest.mark.parametrize(("changes", "recompute"), [(SHARED, ()), (MOE, ALL)])
+@pytest.mark.parametrize(
+    ("changes", "recompute"),
+    [(SHARED, ()), (MOE, ALL), pytest.param(SHARED | ADAPTED, (1, 3), marks=pytest.mark.slow)],
+)
 def test_a_sharded_mixture_computes_what_one_process_does(changes: dict[str, Any], recompute: tuple[int, ...]) -> None:
     settings = recipe(**changes)
     assert_equals_one_process(settings, replicated(settings, 2, 2, recompute, "all"), texts_between=True)
@@ -146,6 +149,8 @@ SIX_EXPERTS: dict[str, Any] = {
 WITH_LOSSES: dict[str, Any] = {
     "model__llm__moe": {**SIX_EXPERTS["model__llm__moe"], "balance_loss": 0.3, "z_loss": 0.02}
 }
+ALL_BUT_EXPERTS = ("llm.layers.[04].*", "llm.*norm*", "llm.*.linear_qkv*", "llm.*.linear_proj*", "llm.*.mlp.[!e]*")
+ONE_EXPERT = SIX_EXPERTS | {"train__freeze": ("vision.*", *ALL_BUT_EXPERTS, "llm.layers.*.mlp.experts.[1-5].*")}
 # Replicas that hold the experts of a block together.
 EXPERT_PARALLEL: dict[str, tuple[dict[str, Any], dict[str, Mesh]]] = {
     "ep2": (SIX_EXPERTS, {"vision": Mesh((), (0,)), "llm": Mesh((), (1, 2), dp=2, ep=2)}),
@@ -169,9 +174,37 @@ EXPERT_PARALLEL: dict[str, tuple[dict[str, Any], dict[str, Mesh]]] = {
         },
     ),
     "ep2 of cp2": (SIX_EXPERTS, {"vision": Mesh((), (0,)), "llm": Mesh((), (1, 2), cp=2, split="even", ep=2)}),
+    "ep2 of dp4, tp2, adapters on all": (
+        SHARED | ADAPTED,
+        {"vision": Mesh((), (0, 1), tp=2), "llm": Mesh((), tuple(range(8)), tp=2, dp=4, ep=2, recompute=(1,))},
+    ),
     "ep4 of dp2 cp2": (
         {"model__llm__moe": {"experts": 4, "top_k": 1, "ffn": 16}},
         {"vision": Mesh((), (0,)), "llm": Mesh((), (1, 2, 3, 4), cp=2, dp=2, split="even", ep=4)},
+    ),
+    "ep2, tp2 with slices of tokens, adapters on experts": (
+        SIX_EXPERTS | {"train__lora": {"rank": 3, "alpha": 9.0, "targets": ("llm.*.experts.*",)}},
+        {"vision": Mesh((), (0,)), "llm": Mesh((), (1, 2, 3, 4), tp=2, dp=2, ep=2, sp=True)},
+    ),
+    "ep4, adapters on all": (
+        {"model__llm__moe": {"experts": 4, "top_k": 1, "ffn": 16}} | ADAPTED,
+        {"vision": Mesh((), (0,)), "llm": Mesh((), (1, 2, 3, 4), dp=4, ep=4)},
+    ),
+    "ep2, one expert alone trains": (
+        ONE_EXPERT,
+        {"vision": Mesh((), (0,)), "llm": Mesh((), (1, 2), dp=2, ep=2)},
+    ),
+    "ep2 pp2, experts alone train": (
+        SHARED | {"train__freeze": ("vision.*", *ALL_BUT_EXPERTS), "model__llm__moe__selection_bias_rate": 0.0},
+        {"vision": Mesh((), (0,)), "llm": Mesh((2,), (1, 2, 3, 4), dp=2, ep=2, recompute=(2,))},
+    ),
+    "ep2, tp2, experts frozen": (
+        SHARED | {"train__freeze": ("llm.*.experts.*", "llm.*.selection.bias")},
+        {"vision": Mesh((), (0,)), "llm": Mesh((), (1, 2, 3, 4), tp=2, dp=2, ep=2)},
+    ),
+    "ep2, tp2 with slices of tokens, routers alone train": (
+        LOSSES | {"train__lora": {"targets": ("llm.layers.3.*.linear_proj",), "also_train": ("llm.*.router.weight",)}},
+        {"vision": Mesh((), (0,)), "llm": Mesh((), (1, 2, 3, 4), tp=2, dp=2, ep=2, sp=True, recompute=(1,))},
     ),
 }
 
@@ -199,19 +232,26 @@ def test_selection_biases_are_saved_and_go_over_to_another_plan(tmp_path: Path) 
         assert torch.allclose(bias.abs(), rate * bias.sign().abs())
 
 
-def test_costs_count_the_state_of_experts_that_ranks_hold_apart() -> None:
-    changes = SIX_EXPERTS | {"train__freeze": ("llm.layers.1.mlp.experts.[1-5].*",)}
-    settings = recipe(**changes)
+@pytest.mark.parametrize(
+    ("changes", "num_fullest"),
+    [
+        ({"train__freeze": ("llm.layers.1.mlp.experts.[1-5].*",)}, 2),  # half of the ranks hold no expert that trains
+        pytest.param({"train__lora": {"targets": ("llm.*",)}}, 4, marks=pytest.mark.slow),
+        pytest.param({"train__freeze": ("llm.*.experts.*",)}, 4, marks=pytest.mark.slow),
+    ],
+)
+def test_costs_count_the_state_of_experts_that_ranks_hold_apart(changes: dict[str, Any], num_fullest: int) -> None:
+    settings = recipe(**SIX_EXPERTS | changes)
     layout = plan(settings, vision=Mesh((), (0,)), llm=Mesh((), (1, 2, 3, 4), dp=4, ep=2))
     counted = run_ranks(layout.world_size, _count_of_rank, settings, layout)[1:]
     model = planned_shape(layout, build_model_shape(settings))
     states = [layer_state(layer, 1, 4, StateBytes(1, 1, 1)) for layer in model.unit("llm").layers]
     parameters, gradients, optimizer = map(sum, zip(*states, strict=True))
     assert {count.parameters for count in counted} == {parameters}
-    assert max(count.gradients for count in counted) == gradients  # half of the ranks hold no expert that trains there
+    assert max(count.gradients for count in counted) == gradients
     fullest = [count for count in counted if count.gradients == gradients]
-    assert len(fullest) == 2
-    assert sum(count.optimizer for count in fullest) == pytest.approx(2 * optimizer, rel=0.01)
+    assert len(fullest) == num_fullest
+    assert sum(count.optimizer for count in fullest) == pytest.approx(num_fullest * optimizer, rel=0.01)
     of_step = batch(0, SAMPLES, {"vision": 1, "llm": 4}, layout.schedule.num_microbatches)
     timing = plan_timing(settings, layout, of_step)
     reductions = gradient_buckets(timing.graph, 1)
@@ -326,6 +366,7 @@ def _count_of_rank(settings: Recipe, layout: Plan) -> CountOfRank:
     ("most", "changes"),
     [
         ("rows", SIX_EXPERTS),
+        pytest.param("rows", ONE_EXPERT, marks=pytest.mark.slow),
         ("tokens", SIX_EXPERTS),
         pytest.param("rows", SHARED, marks=pytest.mark.slow),
     ],

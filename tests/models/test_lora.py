@@ -23,6 +23,7 @@ from tests.models.factory import images, settings, shape_of, stage, text
 from tests.models.whole_tensors import join_tp_shards
 
 EVERYWHERE: dict[str, Any] = {"rank": 4, "alpha": 12, "targets": ("*",)}
+MOE = {"experts": 4, "top_k": 2, "ffn": 8, "shared_ffn": 12, "shared_gate": True}
 PLACES = (1, 2, 3, 4, 9, 10, 11, 12, 13, 20)
 
 
@@ -77,9 +78,10 @@ def test_what_also_trains_is_named_and_what_is_frozen_stays_frozen() -> None:
     ]  # fmt: skip
 
 
-def test_costs_know_that_only_adapters_train() -> None:
+@pytest.mark.parametrize("moe", [None, MOE])
+def test_costs_know_that_only_adapters_train(moe: dict[str, Any] | None) -> None:
     lora = {"rank": 4, "targets": ("*.linear_qkv", "*.linear_fc2", "vision.projector.linear_1")}
-    model = settings()
+    model = settings(llm={"moe": moe})
     bare_shape, shape = shape_of(model), shape_of(model, lora=lora)
     costs, load = AnalyticCosts(preset("h100-80g"), "bf16"), TokenLoad(512, 512**2, 512, 1)
     for unit in shape.units:
@@ -119,14 +121,22 @@ def test_norms_that_train_beside_adapters_cost_no_gradients_of_matrices() -> Non
     [
         ({"targets": ("llm.*.q_proj",)}, r"^train\.lora\.targets\.0: llm\.\*\.q_proj matches no linear .*linear_"),
         (
+            {"targets": ("llm.layers.[12].mlp.experts.[0-2].linear_fc2",)},
+            r"^train\.lora\.targets: name linear_fc2 of 3 of the 4 experts of llm\.layers\.1\.mlp, allowed: that of",
+        ),
+        (
+            {"targets": ("llm.*.router",)},
+            r"^train\.lora\.targets\.0: llm\.\*\.router matches no linear",
+        ),
+        (
             {"also_train": ("vision.projektor.*",)},
             r"^train\.lora\.also_train\.0: vision\.projektor\.\* matches no .* vision\.projector",
         ),
     ],
 )
-def test_a_pattern_that_matches_nothing_is_an_error_with_the_nearest_names(lora: Any, message: str) -> None:
+def test_targets_that_cannot_have_adapters_are_an_error_with_the_nearest_names(lora: Any, message: str) -> None:
     with pytest.raises(RecipeError, match=message):
-        shape_of(settings(), lora=lora)
+        shape_of(settings(llm={"moe": MOE}), lora=lora)
 
 
 class _Results:

@@ -114,6 +114,15 @@ def test_both_settings_of_a_contradiction_are_named(world_size: int, parallel: d
         planned(world_size, **parallel)
 
 
+def test_a_number_of_ranks_on_which_replicas_cannot_hold_the_experts_names_their_degree() -> None:
+    settings = recipe(
+        llm={"moe": {"experts": 6, "top_k": 2, "ffn": 16}}, parallel={"placement": "unified", "llm": {"ep": 2}}
+    )
+    text = r"no plan uses exactly 3 ranks.*, of which ep 2 divides dp x cp\).*"
+    with pytest.raises(PlanError, match=f"(?s){text}"):
+        plan_recipe(settings, lengths(), world_size=3, hardware="cpu-core", recipe_sha256="")
+
+
 def test_settings_of_a_named_encoder_are_named_by_their_path() -> None:
     plain = recipe(parallel={"placement": "unified", "encoders": {"fine": {"dp": 4}}, "llm": {"tp": 2}}).model_dump()
     plain["model"]["encoders"] = {"fine": VISION | {"modality": "vision"}}

@@ -15,6 +15,7 @@ from mmtrain.families import read_model_folder
 from mmtrain.families.weight_layouts import ParameterSource, respell
 from mmtrain.models.build_stage import StageOptions, build_stage
 from mmtrain.models.megatron import ParallelGroups
+from mmtrain.models.optim.parameter_specs import WeightSource
 from mmtrain.models.shapes.layer_shape import SELECTION_BIAS
 from mmtrain.models.shapes.model_shape import build_model_shape
 from mmtrain.models.stage.stage_inputs import TextInput
@@ -37,8 +38,13 @@ def pretrained_of(recipe: Recipe) -> PretrainedWeights:
 
 def unit_stage(recipe: Recipe, unit: str = "llm") -> StageModule:
     """Build a unit of a recipe, as one stage with the weights of its folder."""
+    return stage_from(recipe, pretrained_of(recipe), unit)
+
+
+def stage_from(recipe: Recipe, weights: WeightSource, unit: str = "llm") -> StageModule:
+    """Build a unit of a recipe as one stage, which starts from weights."""
     model = build_model_shape(recipe)
-    options = StageOptions(torch.float32, torch.device("cpu"), 1, "reference", pretrained_of(recipe))
+    options = StageOptions(torch.float32, torch.device("cpu"), 1, "reference", weights)
     spec = StageSpec(unit, (0, len(model.unit(unit).layers)))
     return build_stage(recipe.model, model, spec, ParallelGroups.single(), options)
 

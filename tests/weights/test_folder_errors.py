@@ -12,7 +12,7 @@ from torch import Tensor
 from mmtrain.errors import ModelFolderError
 from mmtrain.weights import open_pretrained
 from tests.families.configs import QWEN2, write_config
-from tests.weights.pretrained import recipe_from
+from tests.weights.pretrained import qwen3_moe, qwen3_vl_moe, recipe_from, save
 
 HIDDEN, FFN, VOCAB = QWEN2["hidden_size"], QWEN2["intermediate_size"], QWEN2["vocab_size"]
 
@@ -44,9 +44,9 @@ def _change(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None
     save_file(tensors, path)
 
 
-def _error(folder: Path) -> str:
+def _error(folder: Path, *overrides: str) -> str:
     with pytest.raises(ModelFolderError) as caught:
-        open_pretrained(recipe_from(folder))
+        open_pretrained(recipe_from(folder, *overrides))
     return str(caught.value)
 
 
@@ -82,6 +82,45 @@ def test_missing_extra_and_misshaped_tensors_are_named_at_once(folder: Path) -> 
         "model.layers.1.self_attn.q_proj.bias: is stored as I8; allowed: F32, F16, BF16",
     ):
         assert text in error
+
+
+def test_experts_that_a_folder_lacks_or_holds_quantized_are_named(tmp_path: Path) -> None:
+    folder = save(qwen3_moe(num_hidden_layers=2, mlp_only_layers=[]), tmp_path / "model")
+    experts = "model.layers.1.mlp.experts"
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        del tensors[f"{experts}.3.up_proj.weight"]
+        _change_to_fp8(tensors, f"{experts}.5.down_proj.weight")
+
+    _change(folder, change)
+    error = _error(folder)
+    assert "(qwen3_moe), 3 differ; they are quantized, and cannot be trained: use the folder of the bf16" in error
+    for text in (
+        f"{experts}.3.up_proj.weight: missing, [28, 48] expected",
+        f"{experts}.5.down_proj.weight: is stored as F8_E4M3; allowed: F32, F16, BF16",
+        f"{experts}.5.down_proj.weight_scale_inv: not a tensor of this model",
+    ):
+        assert text in error
+
+
+def _change_to_fp8(tensors: dict[str, Tensor], name: str) -> None:
+    tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+    tensors[f"{name}_scale_inv"] = torch.ones(1, 1)
+
+
+def test_tensors_of_all_experts_of_another_shape_are_named(tmp_path: Path) -> None:
+    folder = save(qwen3_vl_moe(), tmp_path / "model")
+    name = "model.language_model.layers.2.mlp.experts.down_proj"
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        tensors[name] = tensors[name][:-1].clone()
+        del tensors[name.replace("down_proj", "gate_up_proj")]
+
+    _change(folder, change)
+    error = _error(folder, "data.image.min_pixels=16", "data.image.max_pixels=576")
+    assert "(qwen3_vl_moe), 2 differ:" in error
+    assert f"{name}: has the shape [5, " in error
+    assert f"{name.replace('down_proj', 'gate_up_proj')}: missing, [6, " in error
 
 
 def test_weights_of_another_model_do_not_fill_the_screen(folder: Path) -> None:

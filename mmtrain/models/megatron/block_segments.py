@@ -163,7 +163,8 @@ def _mlp(block: Any, packing: PackedSequences, x: Tensor) -> Tensor:
         chunks = _even_chunks(len(x), num_chunks)
     elif not block.chunks_mlp or not needs_chunks(len(x) * num_ranks):
         return run(x)
-    weights = [weight for weight in block.mlp.parameters() if weight.requires_grad]
+    is_mixture = isinstance(block.mlp, ExpertMlp)
+    weights = block.mlp.trained if is_mixture else [w for w in block.mlp.parameters() if w.requires_grad]
     is_plain_add = not isinstance(block.mlp_bda, nn.Module)
     out = run_mlp_in_chunks(run, x, weights, chunks, output_is_read=not is_plain_add)
     return out if losses is None else losses.enter(out)
@@ -250,7 +251,7 @@ def needs_chunks(num_tokens: int) -> bool:
 def run_mlp_in_chunks(
     mlp: Callable[[Tensor], Tensor],
     x: Tensor,
-    weights: Sequence[nn.Parameter],
+    weights: Sequence[Tensor],
     chunks: Sequence[slice],
     *,
     output_is_read: bool,
@@ -276,7 +277,7 @@ class _ChunkedMlp(torch.autograd.Function):
         x: Tensor,
         chunks: Sequence[slice],
         output_is_read: bool,
-        *weights: nn.Parameter,
+        *weights: Tensor,
     ) -> Tensor:
         ctx.save_for_backward(x)
         ctx.mlp, ctx.chunks, ctx.weights = mlp, chunks, weights
@@ -326,7 +327,7 @@ def _even_chunks(num_rows: int, num_chunks: int) -> list[slice]:
     return [slice(first, last) for first, last in pairwise(bounds)]
 
 
-def _added(weight: nn.Parameter, total: Tensor | None, grad: Tensor | None) -> Tensor | None:
+def _added(weight: Tensor, total: Tensor | None, grad: Tensor | None) -> Tensor | None:
     """Add the gradient of a chunk to those of the chunks before, in fp32: bf16 would round each sum.
 
     Where the optimizer sums gradients in fp32 they go there, and autograd gets none. Most GEMMs have done so before.

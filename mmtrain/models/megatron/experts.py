@@ -14,7 +14,7 @@ nothing that comes back is kept for gradients of the weights, and a rank sums wh
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -163,6 +163,8 @@ class Expert(nn.Module):
         self.linear_fc2 = RowLinear(ffn, config.hidden_size, input_is_parallel=True, skip_bias_add=True, **arguments)
         for linear in (self.linear_fc1, self.linear_fc2):
             linear.explicit_expert_comm = True
+            # Halves of an adapter that all ranks hold have summands of gradients, as the router's weight has.
+            linear.sequence_parallel = groups.tp_size > 1
 
 
 class SharedGate(nn.Module):
@@ -231,6 +233,21 @@ class ExpertMlp(nn.Module):
         self.reduction = TokenReduction(config, groups)
         self.loads = RecordedLoads(mlp.experts)
         self.max_rows: int | None = None  # for which a rank has room at once; None: for any number
+        self.anchor: Tensor | None = None  # see `join_backward`
+
+    def join_backward(self) -> None:
+        """Let this rank, none of whose experts trains, take part in every backward of the group: others' do.
+
+        Else it would leave out the exchanges of a backward in which nothing below the mixture trains.
+        """
+        device = next(self.experts.parameters()).device
+        self.anchor = torch.zeros((), device=device, requires_grad=True)
+
+    @property
+    def trained(self) -> list[Tensor]:
+        """Return what of the mixture has a gradient."""
+        anchors = [] if self.anchor is None else [self.anchor]
+        return [*(weight for weight in self.parameters() if weight.requires_grad), *anchors]
 
     def route(self, hidden: Tensor, packing: PackedSequences | None) -> RoutedTokens:
         """Choose the experts of tokens (T, 1, hidden).
@@ -276,6 +293,8 @@ class ExpertMlp(nn.Module):
         order = labels.experts.argsort(stable=True)
         copies = RowCopies.of(labels.rows[order], counts.arriving(rank))
         rows = copy_rows(rows, copies)  # one name for all, so that none outlives its use
+        if self.anchor is not None:
+            rows = cast(Tensor, _Anchored.apply(rows, self.anchor))  # type: ignore[no-untyped-call]
         routing = Routing(labels.weights[order].unsqueeze(1), counts.of_experts, sent_rows, copies, sent)
         return self._run("linear_fc1", rows, counts.of_experts), routing, self._up_shared(tokens)
 
@@ -306,13 +325,18 @@ class ExpertMlp(nn.Module):
         return output.unsqueeze(1)
 
     def _run(self, linear: str, rows: Tensor, counts: Tensor) -> Tensor:
-        """Let each expert compute its rows; those without rows take part, so that adapters meet on all ranks."""
-        of_experts = counts[:, [int(number) for number in self.experts]].sum(dim=0)
+        """Let each expert compute its rows, with its adapter if they have one.
+
+        What an adapter makes of a shard of the inner width is a summand, so that its halves need no exchange between.
+        """
+        sizes = counts[:, [int(number) for number in self.experts]].sum(dim=0).tolist()
         linears = [getattr(expert, linear) for expert in self.experts.values()]
-        if all(module.lora is None for module in linears):
-            return expert_linear(rows, [module.weight for module in linears], of_experts.tolist())
-        parts: Sequence[Tensor] = torch.split(rows, of_experts.tolist())
-        return torch.cat([module(part)[0] for module, part in zip(linears, parts, strict=True)])
+        out = expert_linear(rows, [module.weight for module in linears], sizes)
+        adapters = [module.lora for module in linears if module.lora is not None]
+        if not adapters:
+            return out
+        low = expert_linear(rows, [adapter.a for adapter in adapters], sizes)
+        return out + expert_linear(low * adapters[0].scale, [adapter.b for adapter in adapters], sizes)
 
 
 def held_experts(num_experts: int, groups: ParallelGroups) -> range:
@@ -322,3 +346,15 @@ def held_experts(num_experts: int, groups: ParallelGroups) -> range:
     num_held = num_experts // groups.ep.size()
     first = groups.ep.rank() * num_held
     return range(first, first + num_held)
+
+
+class _Anchored(torch.autograd.Function):
+    """Pass rows on; they have a gradient because an anchor has one, which is zero."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, anchor: Tensor) -> Tensor:
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad, grad.new_zeros(())

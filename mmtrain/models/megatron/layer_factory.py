@@ -41,7 +41,7 @@ from mmtrain.models.megatron.block_segments import run_block
 from mmtrain.models.megatron.experts import ExpertMlp
 from mmtrain.models.megatron.lora import ColumnLinear, RowLinear, add_adapter
 from mmtrain.models.megatron.parallel_groups import ParallelGroups
-from mmtrain.models.shapes.layer_shape import Attention, LayerShape, LoraShape, Mlp, MoeMlp
+from mmtrain.models.shapes.layer_shape import Attention, LayerShape, LoraShape, Mlp, MoeMlp, is_of_expert
 from mmtrain.recipe.settings.encoder_settings import Activation
 
 _ONE_TOKEN = PackedSequences(
@@ -353,9 +353,20 @@ class LayerFactory:
             _mark(block.self_attention.k_layernorm, dim=0)
 
     def add_adapters(self, layer: nn.Module, lora: LoraShape) -> None:
-        """Give the linears of a layer that `lora` names their adapters, with uninitialized weights."""
+        """Give the linears of a layer that `lora` names their adapters, with uninitialized weights.
+
+        Experts of other ranks are left out.
+        """
+        modules = dict(layer.named_modules())
         for name in lora.linears:
-            add_adapter(layer.get_submodule(name), lora)
+            if name in modules or not is_of_expert(name):
+                add_adapter(modules[name], lora)
+
+    def join_backward(self, block: nn.Module) -> None:
+        """Let a block take part in the backward of experts, which train, also if this rank holds none that does."""
+        assert isinstance(block.mlp, ExpertMlp), "other blocks have no experts"
+        if not any(param.requires_grad for param in block.mlp.experts.parameters()):
+            block.mlp.join_backward()
 
     @property
     def _score_scale(self) -> float | None:

@@ -14,6 +14,7 @@ from mmtrain.errors import RecipeError
 from mmtrain.models.shapes.encoder_shapes import ENCODER_SHAPES
 from mmtrain.models.shapes.generator_shapes import generator_parameters
 from mmtrain.models.shapes.layer_shape import (
+    EXPERT_LINEARS,
     PROJECTOR_KINDS,
     ROUTER,
     SELECTION_BIAS,
@@ -152,12 +153,29 @@ def _block_parameters(layer: LayerShape) -> Iterator[str]:
 
 
 def _with_adapters(layer: LayerShape, prefix: str, adapted: set[str], settings: LoraSettings) -> LayerShape:
-    """Return a layer with its adapters; `prefix` comes before the names of its linears in `adapted`."""
+    """Return a layer with its adapters; `prefix` comes before the names of its linears in `adapted`.
+
+    Raises:
+        RecipeError: some experts of the layer have an adapter on a linear, and others do not.
+    """
     linears = tuple(name for name in adaptable_linears(layer) if prefix + name in adapted)
     if not linears:
         return layer
+    if isinstance(layer.mlp, MoeMlp):
+        _require_all_experts(linears, layer.mlp.experts, prefix)
     lora = LoraShape(settings.rank, settings.alpha / settings.rank, linears)
     return replace(layer, lora=lora, trainable=True, trains_adapters_only=not layer.trainable)
+
+
+def _require_all_experts(linears: Sequence[str], num_experts: int, prefix: str) -> None:
+    for linear in EXPERT_LINEARS:
+        num_adapted = sum(is_of_expert(name) and name.endswith(f".{linear}") for name in linears)
+        if num_adapted not in (0, num_experts):
+            every = f"{prefix}mlp.experts.*.{linear}"
+            raise RecipeError(
+                f"train.lora.targets: name {linear} of {num_adapted} of the {num_experts} experts of {prefix}mlp, "
+                f"allowed: that of all experts of a block ({every}), or of none"
+            )
 
 
 def _spellings(names: Iterable[str], units: Sequence[UnitShape]) -> dict[str, str]:

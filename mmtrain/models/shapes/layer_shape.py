@@ -308,6 +308,12 @@ class LayerShape:
         return self.trainable and not self.trains_adapters_only
 
     @property
+    def trains_experts(self) -> bool:
+        """Whether weights of experts train, on any rank."""
+        linears = self.mlp.linears if isinstance(self.mlp, MoeMlp) else ()
+        return any(is_of_expert(linear) and f"{linear}.weight" not in self.frozen for linear in linears)
+
+    @property
     def keeps_activation_output(self) -> bool:
         """Whether a gradient reads the output of a block's activation function: a weight's, or that of an adapter."""
         has_adapter = self.lora is not None and self.mlp is not None and self.mlp.linears[-1] in self.lora.linears
@@ -368,13 +374,11 @@ def norm_parameters(name: str, layer: LayerShape) -> tuple[str, ...]:
 def adaptable_linears(layer: LayerShape) -> tuple[str, ...]:
     """Return the names of the linears of a layer that may have an adapter, in the order of its GEMMs.
 
-    Router and experts of a mixture have none.
+    Of a mixture these are experts and shared expert. Its router and the gate of the latter are few numbers.
     """
     match layer.kind:
-        case "vit_block" | "decoder_block" if isinstance(layer.mlp, MoeMlp):
-            return layer.attention.linears
         case "vit_block" | "decoder_block":
-            return block_linears(layer)
+            return tuple(linear for linear in block_linears(layer) if linear not in (ROUTER, SHARED_GATE))
         case "resampler":
             return "linear_kv", "linear_q", "linear_proj", "linear"
         case "merger":

@@ -98,8 +98,8 @@ class LoraSettings(Section):
         affects={"plan", "resume"},
         description="The linears with an adapter, as patterns over names like "
         "`llm.layers.3.self_attention.linear_qkv`, with `*`, `?` and `[0-3]`. Blocks have `linear_qkv` (query, key and "
-        "value), `linear_proj`, `linear_fc1` (gate and up) and `linear_fc2`; `vision.projector` has `linear_1` and "
-        "`linear_2`.",
+        "value), `linear_proj`, `linear_fc1` (gate and up) and `linear_fc2`, mixtures those "
+        "of `mlp.experts.*` and of `mlp.shared`; `vision.projector` has `linear_1` and `linear_2`.",
     )
     also_train: tuple[str, ...] = setting(
         (),
@@ -233,9 +233,9 @@ class TrainSettings(Section):
     init_from: Path | None = setting(
         None,
         affects=NOTHING,
-        description="The folder of another run, whose newest good checkpoint gives the weights to start from. The "
-        "optimizer and the data start anew. Relative paths start at the recipe's folder. Default: the weights of "
-        "`model.hf`, or random ones.",
+        description="The folder of another run, whose newest good checkpoint gives the weights to start from, or that "
+        "of an adapter in the form of `peft` for `model.hf`. The optimizer and the data start anew. Relative paths "
+        "start at the recipe's folder. Default: the weights of `model.hf`, or random ones.",
     )
     freeze: tuple[str, ...] = setting(
         (),

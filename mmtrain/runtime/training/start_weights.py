@@ -14,10 +14,18 @@ from mmtrain.runtime.execution.checkpointing import checkpoint_ranks
 from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, load_run_recipe
 from mmtrain.runtime.training.train_request import TrainRequest
 from mmtrain.runtime.world import World
-from mmtrain.weights import PretrainedWeights, RunWeights, open_pretrained, start_folders
+from mmtrain.weights import (
+    AdaptedWeights,
+    PretrainedWeights,
+    RunWeights,
+    is_adapter_folder,
+    open_adapted,
+    open_pretrained,
+    start_folders,
+)
 
 MAX_NAMES_IN_MESSAGE = 40  # another model lacks thousands
-StartWeights = PretrainedWeights | RunWeights
+StartWeights = PretrainedWeights | AdaptedWeights | RunWeights
 
 
 def check_start_weights(recipe: Recipe) -> None:
@@ -27,6 +35,8 @@ def check_start_weights(recipe: Recipe) -> None:
     """
     if recipe.train.init_from is None:
         open_pretrained(recipe)
+    elif is_adapter_folder(recipe.train.init_from):
+        open_adapted(recipe).close()
     else:
         _require_checkpoint(recipe.train.init_from)
 
@@ -41,6 +51,8 @@ def open_start_weights(
     recipe = request.recipe
     if request.resume and world.on_first(lambda: bool(find(request.run_dir / CHECKPOINTS_FOLDER))):
         return None
+    if recipe.train.init_from is not None and is_adapter_folder(recipe.train.init_from):
+        return open_adapted(recipe)
     if recipe.train.init_from is not None:
         return _open_run(recipe, recipe.train.init_from, world, activity, lambda text: console.print(text, style="red"))
     return open_pretrained(recipe)
@@ -91,6 +103,11 @@ def introduce_start_weights(console: Console, recipe: Recipe, weights: StartWeig
     if isinstance(weights, RunWeights):
         merged = f", {weights.num_merged} adapters merged into their weights" if weights.num_merged else ""
         text = f"starting from the weights in {weights.checkpoint.folder}{merged}"
+    elif isinstance(weights, AdaptedWeights):
+        text = (
+            f"starting from the weights in {recipe.model.hf} with the adapter in {recipe.train.init_from}: "
+            f"{weights.num_continued} weights go on with their adapters, {weights.num_merged} with theirs merged"
+        )
     else:
         units = [unit.name for unit in build_model_shape(recipe).units if unit.name not in weights.units]
         fresh = ", ".join((*units, *weights.fresh_modules))
