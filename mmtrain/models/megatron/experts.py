@@ -11,7 +11,7 @@ rows of the whole group. Ranks without rows take part in it too. The ranks of a 
 exchanges its columns of the rows alone, and they put these together where the rows arrive.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -103,6 +103,18 @@ class Expert(nn.Module):
             linear.explicit_expert_comm = True
 
 
+class Experts(nn.ModuleDict):
+    """The experts that a rank holds, by their numbers.
+
+    Where they are sharded over other ranks than the rest of their block, `fully_shard` gathers them when this module is
+    called, and not when an expert is. So the block calls it once, with all that it computes.
+    """
+
+    def forward(self, run: Callable[..., Tensor], *inputs: Any) -> Tensor:
+        """Compute `run` of the inputs, which may read the experts' weights meanwhile."""
+        return run(*inputs)
+
+
 class SharedGate(nn.Module):
     """The linear that scores how much a token needs of the shared expert."""
 
@@ -165,7 +177,7 @@ class ExpertMlp(nn.Module):
         self.shared = Expert(mlp.shared_ffn, config, groups) if mlp.shared_ffn else None
         self.shared_gate = SharedGate(config) if mlp.shared_gate else None
         held = held_experts(mlp.experts, groups)
-        self.experts = nn.ModuleDict({str(number): Expert(mlp.expert_ffn, config, groups) for number in held})
+        self.experts = Experts({str(number): Expert(mlp.expert_ffn, config, groups) for number in held})
         self.reduction = TokenReduction(config, groups)
         self.loads = RecordedLoads(mlp.experts)
         self.max_rows: int | None = None  # for which a rank has room at once; None: for any number

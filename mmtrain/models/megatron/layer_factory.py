@@ -173,7 +173,12 @@ class PackedTransformerBlock(TransformerLayer):  # type: ignore[misc]  # Megatro
             # Where ranks share sequences, one without tokens still takes part in what they exchange.
             packing = _ONE_TOKEN if packing.context is None else packing.padded(1)
             # A call of the block would run FSDP2's hooks twice, and before torch 2.13 reduce its gradients twice.
-            return run_block(self, F.pad(hidden, (0, 0, 0, 1)), packing)[:0]
+            return self._run(F.pad(hidden, (0, 0, 0, 1)), packing)[:0]
+        return self._run(hidden, packing)
+
+    def _run(self, hidden: Tensor, packing: PackedSequences) -> Tensor:
+        if isinstance(self.mlp, ExpertMlp):
+            return cast(Tensor, self.mlp.experts(partial(run_block, self), hidden, packing))
         return run_block(self, hidden, packing)
 
 

@@ -132,9 +132,10 @@ class UnitPlan(_Frozen):
         if self.num_replicas % self.ep:
             of = "dp" if self.cp == 1 else "dp x cp"
             raise ValueError(f"ep is {self.ep}, which does not divide {of} {self.num_replicas}; use a divisor of it")
-        if self.shard is not None:
+        if self.shard is not None and self.shard % self.ep and self.ep % self.shard:
             raise ValueError(
-                f"ep is {self.ep} with shard {self.shard}: experts of sharded units are sharded too; use 1"
+                f"ep is {self.ep} with shard {self.shard}: one copy of the unit, or several, hold all experts; use a "
+                "divisor or a multiple of `shard`"
             )
         return self
 
