@@ -26,6 +26,7 @@ from dataclasses import replace
 from itertools import product
 
 from mmtrain.errors import PlanError
+from mmtrain.models.shapes.layer_shape import shard_holds_experts
 from mmtrain.planning.artifact.graph_memory import schedule_in_flight
 from mmtrain.planning.artifact.layout import MeshSize
 from mmtrain.planning.artifact.plan import AS_FAST_RATIO
@@ -129,7 +130,7 @@ def _allowed_sizes(llm: MeshSize, problem: PlanningProblem) -> Sequence[int | No
     else:
         sizes = [num_replicas if parallel.shard == "all" else parallel.shard]
     # One copy, or several, hold all experts.
-    return [size for size in sizes if num_replicas % size == 0 and (size % llm.ep == 0 or llm.ep % size == 0)]
+    return [size for size in sizes if num_replicas % size == 0 and shard_holds_experts(size, llm.ep)]
 
 
 def _faster_less_sharded(simulated: Sequence[Candidate], evaluator: Evaluator) -> list[Candidate]:

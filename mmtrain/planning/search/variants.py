@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
+from mmtrain.models.shapes.layer_shape import shard_holds_experts
 from mmtrain.models.shapes.model_shape import (
     OffloadMode,
     unit_offload,
@@ -93,11 +94,13 @@ def with_experts_on(problem: PlanningProblem, ep: int) -> PlanningProblem:
 def _expert_parallel_sizes(problem: PlanningProblem) -> list[int]:
     """Return the degrees of expert parallelism to try; none where the recipe fixes it or there are no experts."""
     recipe, llm = problem.recipe, problem.choices[LLM]
-    moe = recipe.model.llm.moe
+    moe, shard = recipe.model.llm.moe, recipe.parallel.shard
     if moe is None or recipe.parallel.llm.ep is not None:
         return []
     num_replicas = [dp * cp for dp, cp in product(llm.dp, llm.cp)]
     sizes = [2**i for i in range(max(num_replicas).bit_length())]
+    if isinstance(shard, int):
+        sizes = [ep for ep in sizes if shard_holds_experts(shard, ep)]
     return [ep for ep in sizes if moe.experts % ep == 0 and any(number % ep == 0 for number in num_replicas)]
 
 
