@@ -11,7 +11,7 @@ rows of the whole group. Ranks without rows take part in it too. The ranks of a 
 exchanges its columns of the rows alone, and they put these together where the rows arrive.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -103,12 +103,23 @@ class Expert(nn.Module):
             linear.explicit_expert_comm = True
 
 
-class Experts(nn.ModuleDict):
-    """The experts that a rank holds, by their numbers.
+class Experts(nn.Module):
+    """The experts that a rank holds, by their numbers; `fully_shard` takes no ModuleDict before torch 2.13.
 
     Where they are sharded over other ranks than the rest of their block, `fully_shard` gathers them when this module is
     called, and not when an expert is. So the block calls it once, with all that it computes.
     """
+
+    def __init__(self, experts: Mapping[int, Expert]) -> None:
+        """Hold some of a mixture's experts."""
+        super().__init__()
+        self.numbers = list(experts)
+        for number, expert in experts.items():
+            self.add_module(str(number), expert)
+
+    def held(self) -> list[Expert]:
+        """Return the experts in the order of `numbers`."""
+        return [cast(Expert, expert) for expert in self.children()]
 
     def forward(self, run: Callable[..., Tensor], *inputs: Any) -> Tensor:
         """Compute `run` of the inputs, which may read the experts' weights meanwhile."""
@@ -177,7 +188,7 @@ class ExpertMlp(nn.Module):
         self.shared = Expert(mlp.shared_ffn, config, groups) if mlp.shared_ffn else None
         self.shared_gate = SharedGate(config) if mlp.shared_gate else None
         held = held_experts(mlp.experts, groups)
-        self.experts = Experts({str(number): Expert(mlp.expert_ffn, config, groups) for number in held})
+        self.experts = Experts({number: Expert(mlp.expert_ffn, config, groups) for number in held})
         self.reduction = TokenReduction(config, groups)
         self.loads = RecordedLoads(mlp.experts)
         self.max_rows: int | None = None  # for which a rank has room at once; None: for any number
@@ -257,8 +268,8 @@ class ExpertMlp(nn.Module):
 
     def _run(self, linear: str, rows: Tensor, counts: Tensor) -> Tensor:
         """Let each expert compute its rows; those without rows take part, so that adapters meet on all ranks."""
-        of_experts = counts[:, [int(number) for number in self.experts]].sum(dim=0)
-        linears = [getattr(expert, linear) for expert in self.experts.values()]
+        of_experts = counts[:, self.experts.numbers].sum(dim=0)
+        linears = [getattr(expert, linear) for expert in self.experts.held()]
         if all(module.lora is None for module in linears):
             return expert_linear(rows, [module.weight for module in linears], of_experts.tolist())
         parts: Sequence[Tensor] = torch.split(rows, of_experts.tolist())

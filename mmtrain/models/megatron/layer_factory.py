@@ -349,7 +349,7 @@ class LayerFactory:
         _mark(block.self_attention.linear_proj, dim=1)
         parts: Iterable[Any] = (block.mlp,)
         if isinstance(block.mlp, ExpertMlp):
-            parts = (*block.mlp.experts.values(), *((block.mlp.shared,) if block.mlp.shared is not None else ()))
+            parts = (*block.mlp.experts.held(), *((block.mlp.shared,) if block.mlp.shared is not None else ()))
         for part in parts:
             _mark(part.linear_fc1, dim=0, stride=2 if mlp.gated else 1)
             _mark(part.linear_fc2, dim=1)

@@ -128,16 +128,8 @@ def shard_stage(
             register_fsdp_forward_method(head, entry)
     for module in stage.modules():
         if isinstance(module, FSDPModule):
-            sharded: Any = module  # the last switch is unknown to type checkers that see torch before 2.13
-            sharded.set_gradient_divide_factor(1.0)
-            sharded.set_force_sum_reduction_for_comms(True)
-            if rounds_reduced and _num_shards(sharding.experts if isinstance(sharded, Experts) else mesh) > 1:
-                sharded.set_custom_reduce_scatter(RoundedReduceScatter())
-            # A rank whose microbatch does not reach a layer still takes part in the reduction of its gradients.
-            if hasattr(sharded, "set_reduce_scatter_unused_params"):
-                sharded.set_reduce_scatter_unused_params(True)
-            else:  # before torch 2.13
-                _reduce_unused_params(sharded)
+            shards = _num_shards(sharding.experts if isinstance(module, Experts) else mesh)
+            _sum_gradients(module, rounds_reduced and shards > 1)
     _prefetch_neighbours([[layer, *_experts_apart(layer, sharding)] for layer in grouped])
 
 
@@ -149,6 +141,20 @@ def _experts_apart(layer: nn.Module, sharding: UnitSharding) -> list[Experts]:
 def _num_shards(mesh: DeviceMesh) -> int:
     """Return into how many shards a mesh divides one copy."""
     return mesh.size(mesh.ndim - 1)
+
+
+def _sum_gradients(sharded: Any, rounds_reduced: bool) -> None:
+    """Make FSDP sum the gradients of a sharded module, also those of parameters that got none."""
+    sharded.set_gradient_divide_factor(1.0)
+    sharded.set_force_sum_reduction_for_comms(True)
+    if rounds_reduced:
+        sharded.set_custom_reduce_scatter(RoundedReduceScatter())
+    # A rank whose microbatch does not reach a layer still takes part in the reduction of its gradients. The switch is
+    # unknown to type checkers that see torch before 2.13.
+    if hasattr(sharded, "set_reduce_scatter_unused_params"):
+        sharded.set_reduce_scatter_unused_params(True)
+    else:  # before torch 2.13
+        _reduce_unused_params(sharded)
 
 
 def _reduce_unused_params(sharded: Any) -> None:
