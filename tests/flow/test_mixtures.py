@@ -306,7 +306,7 @@ def _shards_of_rank(settings: Recipe, layout: Plan) -> int:
     world = World(torch.distributed.get_rank(), torch.distributed.get_world_size(), torch.device("cpu"))
     units = build_rank_context(settings, layout, world).units.values()
     parameters = (p for unit in units for stage in unit.stages.values() for p in stage.parameters())
-    return sum(p.to_local().numel() for p in parameters)  # type: ignore[operator]
+    return sum(p.to_local().numel() for p in parameters)
 
 
 def test_every_plan_records_the_same_loads_of_experts() -> None:

@@ -127,9 +127,9 @@ def shard_stage(
         for entry in _HEAD_ENTRIES:
             register_fsdp_forward_method(head, entry)
     for module in stage.modules():
+        num_shards = _num_shards(sharding.experts if isinstance(module, Experts) else mesh)
         if isinstance(module, FSDPModule):
-            shards = _num_shards(sharding.experts if isinstance(module, Experts) else mesh)
-            _sum_gradients(module, rounds_reduced and shards > 1)
+            _sum_gradients(module, rounds_reduced and num_shards > 1)
     _prefetch_neighbours([[layer, *_experts_apart(layer, sharding)] for layer in grouped])
 
 
