@@ -209,6 +209,13 @@ def num_apart_parameters(layer: LayerShape, tp: int = 1) -> int:
     return in_weights + _num_adapter_parameters(layer, tp, of_experts_only=True)
 
 
+def num_held_apart(layer: LayerShape, tp: int = 1) -> int:
+    """Return how many of `num_parameters` belong to experts of which each replica of a group holds others."""
+    if not isinstance(layer.mlp, MoeMlp) or layer.mlp.ep == 1:
+        return 0
+    return _expert_parameters(layer, tp)[0]
+
+
 @lru_cache(maxsize=1 << 10)
 def _expert_parameters(layer: LayerShape, tp: int) -> tuple[int, int]:
     """Return the parameters of the experts that a rank holds, and those that train on the rank where most do."""

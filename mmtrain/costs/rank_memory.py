@@ -13,7 +13,7 @@ from mmtrain.costs.expert_costs import expert_replicas
 from mmtrain.costs.gradient_reduction import BYTES_PER_GRADIENT
 from mmtrain.costs.hardware import ELEMENT_BYTES, Precision
 from mmtrain.costs.offload_costs import NUM_BLOCKS_ON_DEVICE, without_offload
-from mmtrain.models.shapes.layer_shape import COPIES_SUMMED_AT_ONCE, Attention
+from mmtrain.models.shapes.layer_shape import COPIES_SUMMED_AT_ONCE, Attention, MoeMlp, expert_shard
 from mmtrain.models.shapes.model_shape import BLOCK_KINDS, MLP_CHUNK_TOKENS, LayerShape
 
 # Share added to what is counted: 7% for what a caching allocator loses to fragments, 1% for what is not counted, which
@@ -168,13 +168,14 @@ def rank_memory(
     parameters = gradients = optimizer = 0.0
     for stage in held:
         for run, number in stage.runs:
-            state = _held_state(stage, layer_state(run.layer, stage.tp, stage.state_replicas, size))
+            state = _held_layer_state(stage, run.layer, size)
             parameters += number * state[0]
             gradients += number * state[1]
             optimizer += number * state[2]
     if tied:
         for head, stage in _tied_heads(held):
-            state = _held_state(stage, matrix_state(head, stage.tp, stage.state_replicas, size))
+            of_matrix = matrix_state(head, stage.tp, stage.state_replicas, size)
+            state = _held_state(stage, of_matrix, stage.shard or 1)
             parameters, gradients, optimizer = parameters - state[0], gradients - state[1], optimizer - state[2]
     activations = float(sum(stage.in_flight * microbatch_activation_bytes(stage, costs, precision) for stage in held))
     computed = [stage for stage in held if stage.is_computed]
@@ -212,9 +213,22 @@ def layer_state(layer: LayerShape, tp: int, dp: int, size: StateBytes) -> tuple[
     return parameters, gradients, optimizer + apart * size.optimizer * (1 / expert_replicas(layer, dp) - 1 / dp)
 
 
-def _held_state(stage: HeldLayers, state: tuple[float, float, float]) -> tuple[float, float, float]:
-    """Return what a rank holds of a layer's state: all of it, or its shard, and the weights that it keeps gathered."""
-    shard = stage.shard or 1
+def _held_layer_state(stage: HeldLayers, layer: LayerShape, size: StateBytes) -> tuple[float, float, float]:
+    """Return the bytes of parameters, gradients and optimizer state of one layer of a stage on one rank."""
+    if stage.shard is None:
+        return _held_state(stage, layer_state(layer, stage.tp, stage.dp, size), 1)
+    held, trained = analytic.num_parameters(layer, stage.tp), analytic.num_trained_parameters(layer, stage.tp)
+    held_apart, apart = analytic.num_held_apart(layer, stage.tp), analytic.num_apart_parameters(layer, stage.tp)
+    joint = _held_state(stage, _state(held - held_apart, trained - apart, 1, size), stage.shard)
+    if not isinstance(layer.mlp, MoeMlp):
+        return joint
+    shard = expert_shard(stage.shard, layer.mlp.ep)
+    of_experts = _held_state(stage, _state(held_apart, apart, 1, size), shard)
+    return (joint[0] + of_experts[0], joint[1] + of_experts[1], joint[2] + of_experts[2])
+
+
+def _held_state(stage: HeldLayers, state: tuple[float, float, float], shard: int) -> tuple[float, float, float]:
+    """Return what a rank holds of some state: one of `shard` parts, and the weights that it keeps gathered."""
     return (state[0] / shard + state[0] * stage.keeps_weights, state[1] / shard * stage.has_gradients, state[2] / shard)
 
 

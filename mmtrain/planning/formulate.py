@@ -17,7 +17,6 @@ from mmtrain.planning.space.budget import DEFAULT_BUDGET, MeshBudget, SearchBudg
 from mmtrain.planning.space.constraints import RecomputeMode, UnitChoices, encoder_microbatches, unit_choices
 from mmtrain.planning.space.problem import Cluster, Constraints, PlanningProblem, PlanRequest
 from mmtrain.planning.space.sample_batches import sample_batches
-from mmtrain.program.ir.graph import LLM
 from mmtrain.recipe.loading.recipe_loader import plan_settings
 from mmtrain.recipe.settings.parallel_settings import UnitParallel
 from mmtrain.recipe.settings.schema import Recipe
@@ -117,14 +116,14 @@ def placements_to_search(recipe: Recipe, choices: Mapping[str, UnitChoices], wor
     """Return the placements that the recipe allows.
 
     Where it leaves them open, `replicated` is one of them for several ranks: on one rank it is `unified`. Ranks share
-    sequences in `unified` and `disaggregated` only. `replicated` shards experts as other weights.
+    sequences in `unified` and `disaggregated` only.
     """
     if recipe.parallel.placement != "auto":
         return (recipe.parallel.placement,)
     if (recipe.parallel.llm.cp or 1) > 1:
         return ("unified", "disaggregated") if len(choices) > 1 else ("unified",)
     chosen: tuple[Placement, ...] = ("unified", "disaggregated", "colocated") if len(choices) > 1 else ("unified",)
-    return (*chosen, "replicated") if world_size > 1 and choices[LLM].ep == 1 else chosen
+    return (*chosen, "replicated") if world_size > 1 else chosen
 
 
 def rank_counts(recipe: Recipe, constraints: Constraints, world_size: int, budget: MeshBudget) -> tuple[int, ...]:

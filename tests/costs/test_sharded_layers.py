@@ -63,6 +63,24 @@ def test_ranks_at_one_place_of_the_tp_groups_gather_and_reduce_its_part(shard: i
     assert layers.reduce_seconds(BLOCK, is_last=True) == inside + between
 
 
+def test_experts_are_gathered_and_reduced_by_the_ranks_that_hold_the_same() -> None:
+    """Of eight replicas on nodes of four, two hold each expert of a copy on four, and they lie two apart."""
+    moe = {"experts": 4, "top_k": 2, "ffn": 64}
+    shape = shape_of(settings(llm={"moe": moe}), parallel={"llm": {"ep": 2}})
+    block = shape.unit("llm").layers[1]
+    costs = AnalyticCosts(preset("h100-80g"), "bf16")
+    layers = ShardedLayers(costs, num_replicas=8, shard=4, element_bytes=2, ranks_per_node=4)
+    of_experts = 2 * 3 * 64 * block.hidden  # gates, values and outputs of two experts
+    others = num_parameters(block) - of_experts
+    all_of_copy, pair = GroupLayout.of_ranks(range(4), 4), GroupLayout.of_ranks((0, 2), 4)
+    gathered = [costs.collective("all_gather", 2 * n, g) for n, g in ((others, all_of_copy), (of_experts, pair))]
+    assert layers.gather_seconds(block) == sum(gathered)
+    inside = [costs.collective("reduce_scatter", 4 * n, g) for n, g in ((others, all_of_copy), (of_experts, pair))]
+    owners = GroupLayout.of_ranks((0, 4), 4)
+    between = [costs.collective("all_reduce", nbytes, owners) for nbytes in (others, 2 * of_experts)]
+    assert layers.reduce_seconds(block, is_last=True) == pytest.approx(sum(inside) + sum(between))
+
+
 def test_a_framework_that_adds_up_whole_gradients_reduces_them_once() -> None:
     once = sharded(4, 4, replace(COSTS, execution=Execution(reduces_once=True)))
     each = sharded(4, 4, replace(COSTS, execution=Execution()))

@@ -1,5 +1,6 @@
 """The planner counts the communicators that a rank really connects."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from tests.distributed import run_ranks
 from tests.flow.cases import Mesh, plan, recipe
 
 TIED: dict[str, Any] = {"model__llm__tie_embeddings": True}
+MOE: dict[str, Any] = {"model__llm__moe": {"experts": 4, "top_k": 1, "ffn": 16}}
 EACH = Mesh((), (0, 1, 2, 3), dp=4)
 
 # name -> recipe changes, and what `plan` takes beside the recipe.
@@ -31,6 +33,12 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "two ranks share sequences": ({}, {"vision": Mesh((), (0,)), "llm": Mesh((2,), (1, 2, 3, 4), cp=2)}),
     "weights over all ranks": ({}, {"shard": 4, "dispatch": "all", "vision": EACH, "llm": EACH}),
     "two copies of the weights": ({}, {"shard": 2, "vision": EACH, "llm": EACH}),
+    "two ranks hold experts together": (MOE, {"vision": Mesh((), (0,)), "llm": Mesh((), (1, 2, 3, 4), dp=4, ep=2)}),
+    "weights over all ranks, experts over two": (MOE, {"shard": 4, "vision": EACH, "llm": replace(EACH, ep=2)}),
+    "two copies of the weights, an expert on each rank": (
+        MOE,
+        {"shard": 2, "vision": EACH, "llm": replace(EACH, ep=4)},
+    ),
     "whole weights on each rank": ({}, {"dispatch": "all", "vision": EACH, "llm": EACH}),
 }
 

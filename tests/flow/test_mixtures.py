@@ -9,9 +9,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from mmtrain.costs import preset
+from mmtrain.costs import AnalyticCosts, HeldLayers, TokenLoad, preset
 from mmtrain.costs.gradient_reduction import BYTES_PER_GRADIENT
-from mmtrain.costs.rank_memory import StateBytes, layer_state
+from mmtrain.costs.rank_memory import StateBytes, layer_state, rank_memory
 from mmtrain.costs.recorded_costs import RecordedRatios, costs_of_table, recorded_table
 from mmtrain.models.kernels import grouped_gemm
 from mmtrain.models.megatron.experts import ExpertMlp
@@ -34,10 +34,11 @@ from tests.flow.cells import ADAPTED
 from tests.flow.equality import assert_equals_one_process, train_steps
 from tests.flow.gather import whole
 from tests.flow.orders import PIPELINE, TOGETHER
-from tests.flow.test_replicated import change_plan, replicated
+from tests.flow.test_replicated import BY_ALL_GATHER, SPEECH, ZERO_2, change_plan, replicated
 from tests.tiers import mostly_long
 
 ALL = (0, 1, 2, 3, 4)
+NO_LOAD = TokenLoad(0, 0, 0, 0)
 # Five experts of unequal load; the second of three blocks is dense.
 MOE: dict[str, Any] = {
     "model__llm__moe": {"experts": 5, "top_k": 2, "ffn": 16, "dense_blocks": (1,)},
@@ -216,6 +217,82 @@ def test_ranks_that_share_experts_compute_what_one_process_does(case: str) -> No
     assert_equals_one_process(settings, plan(settings, **meshes), texts_between=True)
 
 
+FOUR_EXPERTS: dict[str, Any] = {
+    "model__llm__moe": {"experts": 4, "top_k": 2, "ffn": 16, "dense_blocks": (1,)},
+    "train__optimizer__clip_norm": 0.05,
+}
+# Sharded replicas that hold the experts of a block together: (recipe changes, ranks, shard or None for whole weights,
+# ep, what `replicated` takes beside).
+SHARDED: dict[str, tuple[dict[str, Any], int, int | None, int, dict[str, Any]]] = {
+    "ep2 of 2": (SIX_EXPERTS, 2, 2, 2, {}),
+    "ep2 of 4, two copies, tp2 with slices of tokens, shared expert and losses, recomputed": (
+        SHARED,
+        4,
+        1,
+        2,
+        {"tp": 2, "sp": True, "recompute": (1, 3)},
+    ),
+    "ep2 of 4, one copy, recomputed, all dispatched": (
+        SIX_EXPERTS,
+        4,
+        4,
+        2,
+        {"recompute": ALL, "dispatch": "all"},
+    ),
+    "ep4 of 4, each copy on two ranks, kept weights": (FOUR_EXPERTS | ZERO_2, 4, 2, 4, {}),
+    "ep2 of 4, copies on two ranks, encoders first, audio, by all-gather": (
+        SIX_EXPERTS | SPEECH | BY_ALL_GATHER,
+        4,
+        2,
+        2,
+        {"dispatch": "all", "encoder_first_in": 1},
+    ),
+    "ep4 of 4, one copy, shared expert and losses": (
+        SHARED | {"model__llm__moe": SHARED["model__llm__moe"] | {"experts": 12}},
+        4,
+        4,
+        4,
+        {"dispatch": "llm"},
+    ),
+    "ep2 of 2, experts frozen but one": (
+        SIX_EXPERTS | {"train__freeze": ("llm.layers.*.mlp.experts.[1-5].*",)},
+        2,
+        2,
+        2,
+        {},
+    ),
+    "ep2 of 2, adapters": (SIX_EXPERTS | ADAPTED, 2, 2, 2, {"recompute": (1, 3)}),
+    "ep2 of dp2 cp2": (SIX_EXPERTS, 4, 4, 2, {"cp": 2, "split": "even"}),
+    "ep2 of 4, whole weights": (SIX_EXPERTS, 4, None, 2, {"dispatch": "none"}),
+}
+
+
+@pytest.mark.parametrize("case", mostly_long(SHARDED, every=3))
+def test_sharded_ranks_that_share_experts_compute_what_one_process_does(case: str) -> None:
+    changes, num_ranks, shard, ep, others = SHARDED[case]
+    settings = recipe(**changes)
+    layout = replicated(settings, num_ranks, shard, ep=ep, **others)
+    assert_equals_one_process(settings, layout, texts_between=True)
+
+
+@pytest.mark.slow  # 5 s each
+@pytest.mark.parametrize(("before", "after"), [((4, 2), (2, 1)), ((4, 4), (4, 2)), ((2, 1), (1, 4)), ((4, 2), None)])
+def test_sharded_experts_go_over_to_other_degrees(
+    before: tuple[int, int], after: tuple[int, int] | None, tmp_path: Path
+) -> None:
+    """A run goes on with another (shard, ep), or in one pipeline (None), as with those that it had."""
+    settings = recipe(**FOUR_EXPERTS)
+    first, second = (
+        plan(settings, vision=Mesh((), (0, 1, 2, 3), dp=4), llm=Mesh((), (0, 1, 2, 3), tp=2, dp=2, ep=2))
+        if sizes is None
+        else replicated(settings, 4, sizes[0], ep=sizes[1])
+        for sizes in (before, after)
+    )
+    ranks = run_ranks(4, change_plan, settings, first, second, tmp_path)
+    losses, next_losses = (sum(rank[i] for rank in ranks) for i in (0, 1))
+    assert next_losses == pytest.approx(losses, rel=1e-6)
+
+
 @pytest.mark.slow  # 4 s
 def test_selection_biases_are_saved_and_go_over_to_another_plan(tmp_path: Path) -> None:
     settings = recipe(**SHARED)
@@ -258,6 +335,26 @@ def test_costs_count_the_state_of_experts_that_ranks_hold_apart(changes: dict[st
     group = participants(timing.graph, 1, next(iter(reductions)))
     reduced_bytes = sum(timing.collective(1, reduction, group).nbytes for reduction in reductions)
     assert reduced_bytes == BYTES_PER_GRADIENT * gradients
+
+
+def test_costs_count_the_state_of_experts_that_sharded_ranks_hold_apart() -> None:
+    settings = recipe(**FOUR_EXPERTS)
+    layout = replicated(settings, 4, 4, ep=2)
+    counted = run_ranks(4, _shards_of_rank, settings, layout)
+    model = planned_shape(layout, build_model_shape(settings))
+    layers = tuple(layer for unit in model.units for layer in unit.layers)
+    nothing = (False,) * len(layers)
+    held = HeldLayers(layers, nothing, nothing, 1, 4, 0, NO_LOAD, shard=4)
+    memory = rank_memory([held], AnalyticCosts(preset("cpu-core"), "fp32"), "fp32", StateBytes(1, 1, 1), tied=False)
+    assert sum(counted) == pytest.approx(4 * memory.parameters, rel=0.01)
+    assert max(counted) == pytest.approx(memory.parameters, rel=0.1)  # rows of small weights do not divide evenly
+
+
+def _shards_of_rank(settings: Recipe, layout: Plan) -> int:
+    world = World(torch.distributed.get_rank(), torch.distributed.get_world_size(), torch.device("cpu"))
+    units = build_rank_context(settings, layout, world).units.values()
+    parameters = (p for unit in units for stage in unit.stages.values() for p in stage.parameters())
+    return sum(p.to_local().numel() for p in parameters)
 
 
 def test_every_plan_records_the_same_loads_of_experts() -> None:

@@ -49,6 +49,7 @@ def test_gradients_that_travel_in_bf16_are_equal_within_a_stated_part(
         ("parallel.placement=unified", "parallel.llm.cp=2", "parallel.llm.cp_method=ulysses"),
         ("parallel.placement=disaggregated", "parallel.llm.cp=2", "parallel.llm.cp_method=ring"),
         ("parallel.placement=colocated", "parallel.llm.tp=2", "parallel.llm.pp=2", "parallel.llm.ep=2", EXPERTS),
+        ("parallel.placement=replicated", "parallel.shard=4", "parallel.llm.ep=2", EXPERTS),
         ("parallel.llm.tp=2", "parallel.vision.tp=2", "model.vision.projector={kind: resampler, queries: 4, heads: 2}"),
     ],
 )

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from mmtrain.models.build_stage import StageOptions, build_stage_without_weights
 from mmtrain.models.megatron import ParallelGroups, block_segments
 from mmtrain.models.optim.parameter_specs import stage_param_specs
-from mmtrain.models.stage.fully_sharded import initialize_shards, shard_stage
+from mmtrain.models.stage.fully_sharded import UnitSharding, initialize_shards, shard_stage
 from mmtrain.models.stage.stage_module import StageSpec
 from tests.distributed import run_ranks
 from tests.models.factory import CPU, SCALED, images, randomize, settings, shape_of, stage, text
@@ -118,8 +118,9 @@ def _sharded(chunk_tokens: int) -> dict[str, Tensor]:
     groups = ParallelGroups.single()
     module = build_stage_without_weights(model, shape, spec, groups, options)
     specs, mesh = stage_param_specs(module, "llm", 1), init_device_mesh("cpu", (2,))
-    shard_stage(module, mesh, CPU, torch.float32)
-    initialize_shards(module, specs, mesh, groups.tp, 1, torch.float32, None)
+    sharding = UnitSharding(mesh, mesh)
+    shard_stage(module, sharding, CPU, torch.float32)
+    initialize_shards(module, specs, sharding, groups.tp, 1, torch.float32, None)
     with patch.object(block_segments, "MLP_CHUNK_TOKENS", chunk_tokens):
         module(None, text(*LENGTHS)).backward()
     return {name: param.grad.to_local() for name, param in module.named_parameters()}  # type: ignore[union-attr]

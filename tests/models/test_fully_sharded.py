@@ -12,7 +12,7 @@ from mmtrain.models.megatron import ParallelGroups
 from mmtrain.models.optim import parameter_specs
 from mmtrain.models.optim.parameter_specs import stage_param_specs
 from mmtrain.models.shapes.param_spec import ParamSpec
-from mmtrain.models.stage.fully_sharded import initialize_shards, shard_stage
+from mmtrain.models.stage.fully_sharded import UnitSharding, initialize_shards, shard_stage
 from mmtrain.models.stage.stage_module import StageSpec
 from tests.distributed import run_ranks
 from tests.models.factory import CPU, settings, shape_of, stage, text
@@ -54,15 +54,16 @@ def _build(dtype: torch.dtype, is_pretrained: bool) -> dict[str, float]:
     source = ReadNumbers() if is_pretrained else None
     options = StageOptions(dtype, CPU, 1, "sdpa", source)
     mesh = init_device_mesh("cpu", (NUM_RANKS,))
+    sharding = UnitSharding(mesh, mesh)
     groups = ParallelGroups.single()
     llm = build_stage_without_weights(MODEL, shape, StageSpec("llm", (0, num_layers)), groups, options)
     specs = stage_param_specs(llm, "llm", 1)
     sizes = {index: sum(p.numel() for p in layer.parameters()) for index, layer in llm.layers.items()}
     with LiveTensors(on_host=True) as live:
-        shard_stage(llm, mesh, CPU, dtype)
+        shard_stage(llm, sharding, CPU, dtype)
     drawn = _CountedDraws()
     with drawn:
-        initialize_shards(llm, specs, mesh, groups.tp, 1, dtype, source)
+        initialize_shards(llm, specs, sharding, groups.tp, 1, dtype, source)
     dist.barrier()
     return {
         "whole": sum(sizes.values()),

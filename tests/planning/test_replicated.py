@@ -125,6 +125,26 @@ def test_context_parallelism_is_planned_inside_of_shards() -> None:
     assert cp_exchange_s[2] > cp_exchange_s[1] / 2
 
 
+def test_expert_parallelism_is_planned_inside_of_shards() -> None:
+    """Of many large experts and few tokens, gathering all takes longer than bringing tokens to them."""
+    llm = {"hidden": 1024, "moe": {"experts": 16, "top_k": 2, "ffn": 2048, "dense_blocks": (0,)}}
+    chosen, held = {}, {}
+    for ep in (None, 1, 4):
+        of_llm = {"tp": 1, "ep": ep} if ep else {"tp": 1}
+        parallel = {"placement": "replicated", "shard": 4, "dispatch": "none", "schedule": "1f1b", "llm": of_llm}
+        settings = factory.recipe(llm=llm, parallel=parallel, global_batch=8)
+        chosen[ep] = plan_recipe(settings, factory.lengths(), world_size=8, hardware="h100-80g", recipe_sha256="x")
+        [held[ep]] = chosen[ep].predicted.memory_kinds_gib.values()
+    assert plan_layout(chosen[4]).summary == "replicated: 8 ranks, ep 4, shard 4, 1 mini-batch, dispatch none"
+    assert held[4]["optimizer"] == pytest.approx(held[1]["optimizer"], abs=2e-4), "copies on four ranks either way"
+    assert held[4]["buffers"] < held[1]["buffers"], "a rank gathers a quarter of the experts"
+    assert chosen[4].predicted.step_time_s < chosen[1].predicted.step_time_s
+    assert chosen[None].predicted.experts is not None
+    assert chosen[None].predicted.experts.steps_s.keys() == {1, 2, 4, 8}
+    fixed = min(plan.predicted.step_time_s for ep, plan in chosen.items() if ep)
+    assert chosen[None].predicted.step_time_s <= AS_FAST_RATIO * fixed
+
+
 def test_open_sizes_of_tp_groups_give_the_fastest_of_the_fixed_ones() -> None:
     """Though larger groups are left out whose compute alone takes longer than the best so far."""
     step_s = {}

@@ -161,8 +161,8 @@ def test_missing_settings_say_what_they_are(write: Write) -> None:
             "parallel.llm.ep: 3 does not divide parallel.llm's dp, 4: as many replicas hold experts",
         ),
         (
-            [EXPERTS, "parallel.llm.ep=2", "parallel.placement=replicated"],
-            "parallel.llm.ep: found 2 with placement replicated, which shards experts over all ranks",
+            [EXPERTS, "parallel.llm.ep=2", "parallel.placement=replicated", "parallel.shard=3"],
+            "parallel.llm.ep: 2 neither divides nor is a multiple of parallel.shard 3",
         ),
         ([EXPERTS, "model.llm.moe.top_k=7"], "model.llm.moe: top_k: found 7, but there are only 6 experts"),
         ([EXPERTS, "model.llm.moe.groups=4"], "model.llm.moe: groups: 4 does not divide the 6 experts"),

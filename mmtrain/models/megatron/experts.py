@@ -13,7 +13,7 @@ together where the rows arrive. Rows are weighted before an expert's last linear
 nothing that comes back is kept for gradients of the weights, and a rank sums what its experts make of a token.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -167,6 +167,29 @@ class Expert(nn.Module):
             linear.sequence_parallel = groups.tp_size > 1
 
 
+class Experts(nn.Module):
+    """The experts that a rank holds, by their numbers; `fully_shard` takes no ModuleDict before torch 2.13.
+
+    Where they are sharded over other ranks than the rest of their block, `fully_shard` gathers them when this module is
+    called, and not when an expert is. So the block calls it once, with all that it computes.
+    """
+
+    def __init__(self, experts: Mapping[int, Expert]) -> None:
+        """Hold some of a mixture's experts."""
+        super().__init__()
+        self.numbers = list(experts)
+        for number, expert in experts.items():
+            self.add_module(str(number), expert)
+
+    def held(self) -> list[Expert]:
+        """Return the experts in the order of `numbers`."""
+        return [cast(Expert, expert) for expert in self.children()]
+
+    def forward(self, run: Callable[..., Tensor], *inputs: Any) -> Tensor:
+        """Compute `run` of the inputs, which may read the experts' weights meanwhile."""
+        return run(*inputs)
+
+
 class SharedGate(nn.Module):
     """The linear that scores how much a token needs of the shared expert."""
 
@@ -229,7 +252,7 @@ class ExpertMlp(nn.Module):
         self.shared = Expert(mlp.shared_ffn, config, groups) if mlp.shared_ffn else None
         self.shared_gate = SharedGate(config) if mlp.shared_gate else None
         held = held_experts(mlp.experts, groups)
-        self.experts = nn.ModuleDict({str(number): Expert(mlp.expert_ffn, config, groups) for number in held})
+        self.experts = Experts({number: Expert(mlp.expert_ffn, config, groups) for number in held})
         self.reduction = TokenReduction(config, groups)
         self.loads = RecordedLoads(mlp.experts)
         self.max_rows: int | None = None  # for which a rank has room at once; None: for any number
@@ -329,8 +352,8 @@ class ExpertMlp(nn.Module):
 
         What an adapter makes of a shard of the inner width is a summand, so that its halves need no exchange between.
         """
-        sizes = counts[:, [int(number) for number in self.experts]].sum(dim=0).tolist()
-        linears = [getattr(expert, linear) for expert in self.experts.values()]
+        sizes = counts[:, self.experts.numbers].sum(dim=0).tolist()
+        linears = [getattr(expert, linear) for expert in self.experts.held()]
         out = expert_linear(rows, [module.weight for module in linears], sizes)
         adapters = [module.lora for module in linears if module.lora is not None]
         if not adapters:

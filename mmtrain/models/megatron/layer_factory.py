@@ -173,7 +173,12 @@ class PackedTransformerBlock(TransformerLayer):  # type: ignore[misc]  # Megatro
             # Where ranks share sequences, one without tokens still takes part in what they exchange.
             packing = _ONE_TOKEN if packing.context is None else packing.padded(1)
             # A call of the block would run FSDP2's hooks twice, and before torch 2.13 reduce its gradients twice.
-            return run_block(self, F.pad(hidden, (0, 0, 0, 1)), packing)[:0]
+            return self._run(F.pad(hidden, (0, 0, 0, 1)), packing)[:0]
+        return self._run(hidden, packing)
+
+    def _run(self, hidden: Tensor, packing: PackedSequences) -> Tensor:
+        if isinstance(self.mlp, ExpertMlp):
+            return cast(Tensor, self.mlp.experts(partial(run_block, self), hidden, packing))
         return run_block(self, hidden, packing)
 
 
@@ -344,7 +349,7 @@ class LayerFactory:
         _mark(block.self_attention.linear_proj, dim=1)
         parts: Iterable[Any] = (block.mlp,)
         if isinstance(block.mlp, ExpertMlp):
-            parts = (*block.mlp.experts.values(), *((block.mlp.shared,) if block.mlp.shared is not None else ()))
+            parts = (*block.mlp.experts.held(), *((block.mlp.shared,) if block.mlp.shared is not None else ()))
         for part in parts:
             _mark(part.linear_fc1, dim=0, stride=2 if mlp.gated else 1)
             _mark(part.linear_fc2, dim=1)

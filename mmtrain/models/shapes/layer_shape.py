@@ -402,6 +402,19 @@ def is_of_expert(parameter: str) -> bool:
     return ".experts." in parameter
 
 
+def shard_holds_experts(shard: int, ep: int) -> bool:
+    """Return whether `shard` replicas may hold one copy of a unit together, and `ep` replicas its experts."""
+    return shard % ep == 0 or ep % shard == 0
+
+
+def expert_shard(shard: int, ep: int) -> int:
+    """Return how many replicas hold a copy of the same experts together, of units of which `shard` hold one copy.
+
+    `ep` replicas hold different experts, so fewer are left for each. One of the two numbers divides the other.
+    """
+    return max(shard // ep, 1)
+
+
 def deepstack_projectors(layer: LayerShape) -> tuple[str, ...]:
     """Return the names inside a projector of those for the outputs of earlier blocks."""
     return tuple(f"deepstack.{i}" for i in range(layer.carried_in))

@@ -4,10 +4,15 @@ Every layer is a group of parameters of its own: its weights are gathered before
 gradients are reduced after the latter. A rank holds rows of dimension 0 of every parameter. With tensor parallelism
 these are rows of what its place in the TP group holds, and the ranks at that place share them. Weights may stay
 gathered from the first forward of a step to its last backward (ZeRO-2).
+
+With expert parallelism a layer's experts are a group of their own, over the ranks that hold the same ones. It is
+gathered and reduced with the rest of its layer.
 """
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -16,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from mmtrain.models.megatron.experts import Experts
 from mmtrain.models.optim.bf16_moments import Bf16MomentsAdamW
 from mmtrain.models.optim.bf16_reduction import RoundedReduceScatter
 from mmtrain.models.optim.clip_factors import ClipFactors, set_clip_factors, sum_of_squares
@@ -27,6 +33,7 @@ from mmtrain.models.optim.parameter_specs import (
     initial_values,
     num_blocks,
 )
+from mmtrain.models.shapes.layer_shape import is_of_expert
 from mmtrain.models.shapes.param_spec import ParamSpec
 from mmtrain.models.stage.llm_layers import Head
 from mmtrain.models.stage.stage_module import StageModule
@@ -37,8 +44,25 @@ _STAGE_ENTRIES = ("run", "run_to_head", "predict")
 _HEAD_ENTRIES = ("queries_and_loss", "logits", "greedy_tokens")
 
 
+@dataclass(frozen=True)
+class UnitSharding:
+    """The meshes over which a unit is sharded. Without expert parallelism both are one object."""
+
+    mesh: DeviceMesh  # of all replicas
+    experts: DeviceMesh  # of the replicas that hold the same experts
+
+    @property
+    def holds_experts_apart(self) -> bool:
+        """Whether experts are sharded over fewer replicas than other parameters."""
+        return self.experts is not self.mesh
+
+    def of(self, name: str) -> DeviceMesh:
+        """Return the mesh over which the parameter of this name is sharded."""
+        return self.experts if is_of_expert(name) else self.mesh
+
+
 def shard_mesh(groups: Sequence[dist.ProcessGroup], ranks: Sequence[Sequence[int]], device: torch.device) -> DeviceMesh:
-    """Return the mesh of a unit's replicas, of the ranks at one place in their TP groups.
+    """Return the mesh of replicas that hold the same parameters, of the ranks at one place in their TP groups.
 
     Args:
         groups: of the ranks that hold equal shards, and of those that hold one copy together; the latter alone if
@@ -55,17 +79,17 @@ def shard_mesh(groups: Sequence[dist.ProcessGroup], ranks: Sequence[Sequence[int
 
 def shard_stage(
     stage: StageModule,
-    mesh: DeviceMesh,
+    sharding: UnitSharding,
     device: torch.device,
     compute_dtype: torch.dtype,
     keeps_weights: bool = False,
     rounds_reduced: bool = False,
 ) -> None:
-    """Shard the parameters of a stage over `mesh`, layer by layer; trained ones are held in fp32 from now on.
+    """Shard the parameters of a stage, layer by layer; trained ones are held in fp32 from now on.
 
     Args:
         stage: what is sharded.
-        mesh: of the replicas.
+        sharding: the meshes of its unit.
         device: where parameters are.
         compute_dtype: of gathered weights.
         keeps_weights: whether weights stay gathered after a forward; see `reduce_between_copies` and `release_weights`.
@@ -80,7 +104,7 @@ def shard_stage(
 
     # Blocks return views; nothing changes their outputs in place, which is what FSDP warns of.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    policy = MixedPrecisionPolicy()
+    mesh, policy = sharding.mesh, MixedPrecisionPolicy()
     if compute_dtype != torch.float32:
         policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     # The stage's own group stays gathered through a whole pass, so the head reads a matrix there that it shares.
@@ -90,6 +114,8 @@ def shard_stage(
         for part in layer.modules():
             if getattr(part, "keeps_precision", False):  # a group of its own, which no rule of precision touches
                 fully_shard(part, mesh=mesh, reshard_after_forward=True)
+        for experts in _experts_apart(layer, sharding):
+            fully_shard(experts, mesh=sharding.experts, reshard_after_forward=not keeps_weights, mp_policy=policy)
         # Gathered again in the backward, unless it stays whole until `release_weights`, before an update.
         fully_shard(layer, mesh=mesh, reshard_after_forward=not keeps_weights, mp_policy=policy)
     _move_empty(stage, device)
@@ -101,18 +127,34 @@ def shard_stage(
         for entry in _HEAD_ENTRIES:
             register_fsdp_forward_method(head, entry)
     for module in stage.modules():
+        num_shards = _num_shards(sharding.experts if isinstance(module, Experts) else mesh)
         if isinstance(module, FSDPModule):
-            sharded: Any = module  # the last switch is unknown to type checkers that see torch before 2.13
-            sharded.set_gradient_divide_factor(1.0)
-            sharded.set_force_sum_reduction_for_comms(True)
-            if rounds_reduced:
-                sharded.set_custom_reduce_scatter(RoundedReduceScatter())
-            # A rank whose microbatch does not reach a layer still takes part in the reduction of its gradients.
-            if hasattr(sharded, "set_reduce_scatter_unused_params"):
-                sharded.set_reduce_scatter_unused_params(True)
-            else:  # before torch 2.13
-                _reduce_unused_params(sharded)
-    _prefetch_neighbours(grouped)
+            _sum_gradients(module, rounds_reduced and num_shards > 1)
+    _prefetch_neighbours([[layer, *_experts_apart(layer, sharding)] for layer in grouped])
+
+
+def _experts_apart(layer: nn.Module, sharding: UnitSharding) -> list[Experts]:
+    """Return the experts of a layer, where they are sharded by themselves."""
+    return [part for part in layer.modules() if isinstance(part, Experts)] if sharding.holds_experts_apart else []
+
+
+def _num_shards(mesh: DeviceMesh) -> int:
+    """Return into how many shards a mesh divides one copy."""
+    return mesh.size(mesh.ndim - 1)
+
+
+def _sum_gradients(sharded: Any, rounds_reduced: bool) -> None:
+    """Make FSDP sum the gradients of a sharded module, also those of parameters that got none."""
+    sharded.set_gradient_divide_factor(1.0)
+    sharded.set_force_sum_reduction_for_comms(True)
+    if rounds_reduced:
+        sharded.set_custom_reduce_scatter(RoundedReduceScatter())
+    # A rank whose microbatch does not reach a layer still takes part in the reduction of its gradients. The switch is
+    # unknown to type checkers that see torch before 2.13.
+    if hasattr(sharded, "set_reduce_scatter_unused_params"):
+        sharded.set_reduce_scatter_unused_params(True)
+    else:  # before torch 2.13
+        _reduce_unused_params(sharded)
 
 
 def _reduce_unused_params(sharded: Any) -> None:
@@ -144,7 +186,7 @@ def _move_empty(module: nn.Module, device: torch.device) -> None:
 def initialize_shards(
     stage: StageModule,
     specs: Mapping[str, ParamSpec],
-    mesh: DeviceMesh,
+    sharding: UnitSharding,
     tp_group: dist.ProcessGroup,
     seed: int,
     compute_dtype: torch.dtype,
@@ -157,22 +199,23 @@ def initialize_shards(
     place = (tp_group.rank(), tp_group.size())
     with torch.no_grad():
         for name, param in stage.named_parameters():
-            local, elements = _local(param).view(-1), flat_range(param, mesh)
+            local, elements = _local(param).view(-1), flat_range(param, sharding.of(name))
             if pretrained is not None and pretrained.fill_range(local, specs[name], *place, elements[0]):
                 continue
             # Rounded as weights that are not sharded are, so that both start alike.
             local.copy_(initial_values(specs[name], seed, num_blocks(stage), *place, elements).to(compute_dtype))
 
 
-def _prefetch_neighbours(layers: Sequence[nn.Module]) -> None:
-    """Gather the next layer's weights while a layer computes.
+def _prefetch_neighbours(layers: Sequence[Sequence[Any]]) -> None:
+    """Gather the next layer's weights while a layer computes; each is given by its groups of parameters.
 
     In the backward FSDP itself chooses the layer that ran before in the forward. That differs between a rank that has
     work and one that has none, and then they wait for each other forever.
     """
-    for i, layer in enumerate(layers):
-        layer.set_modules_to_forward_prefetch(layers[i + 1 : i + 2])  # type: ignore[operator]
-        layer.set_modules_to_backward_prefetch(layers[max(i - 1, 0) : max(i, 1)])  # type: ignore[operator]
+    for i, groups in enumerate(layers):
+        for group in groups:
+            group.set_modules_to_forward_prefetch(list(chain.from_iterable(layers[i + 1 : i + 2])))
+            group.set_modules_to_backward_prefetch(list(layers[max(i - 1, 0)]))
 
 
 def reduce_between_copies(stage: StageModule, is_last: bool, keeps_weights: bool = False) -> None:
@@ -199,33 +242,33 @@ def release_weights(stage: StageModule) -> None:
 
 
 def weight_shards(
-    params: Mapping[nn.Parameter, ParamSpec], mesh: DeviceMesh, tp_group: dist.ProcessGroup
+    params: Mapping[nn.Parameter, ParamSpec], sharding: UnitSharding, tp_group: dist.ProcessGroup
 ) -> Iterator[NamedShard]:
     """Yield this rank's shards of sharded parameters; `params` says what each was before."""
     for param, spec in params.items():
         local = _local(param)
         if local.numel():
-            yield NamedShard(spec.name, spec, tp_group.rank(), tp_group.size(), flat_range(param, mesh), local)
+            elements = flat_range(param, sharding.of(spec.name))
+            yield NamedShard(spec.name, spec, tp_group.rank(), tp_group.size(), elements, local)
 
 
 def flat_range(param: nn.Parameter, mesh: DeviceMesh) -> tuple[int, int]:
     """Return which elements of the flattened parameter this rank holds: rows, divided as `torch.chunk` does."""
-    shards = mesh.ndim - 1  # the last dimension of the mesh
     num_rows = param.shape[0]
-    rows_per_shard = -(-num_rows // mesh.size(shards))
-    first = min(mesh.get_local_rank(shards) * rows_per_shard, num_rows) * (param.numel() // num_rows)
+    rows_per_shard = -(-num_rows // _num_shards(mesh))
+    first = min(mesh.get_local_rank(mesh.ndim - 1) * rows_per_shard, num_rows) * (param.numel() // num_rows)
     return first, first + _local(param).numel()
 
 
 class FullyShardedAdamW:
-    """AdamW over this rank's shards of one unit, in fp32; implements `UnitOptimizer`.
+    """AdamW over this rank's shards of one unit's parameters on one mesh, in fp32; implements `UnitOptimizer`.
 
     FSDP reduces gradients and gathers parameters inside the passes, so the methods that other placements use for that
     do nothing. Gradients of which each rank of a TP group has a part are summed over the group before the step: sums
     over replicas and over the group may be taken in any order, and here a shard is summed, once a step.
 
     Args:
-        params: every sharded parameter of the unit, with what it was before.
+        params: sharded parameters of the unit, with what each was before.
         mesh: over which they are sharded. That of a parameter is no substitute: torch caches specs of tensors, and with
             them meshes whose groups are gone, over all groups that a process has had.
         tp_group: ranks that split the parameters before these were sharded.

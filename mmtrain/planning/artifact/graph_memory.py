@@ -28,11 +28,12 @@ from mmtrain.costs.rank_memory import (
     microbatch_host_bytes,
     rank_memory,
 )
+from mmtrain.models.shapes.layer_shape import expert_shard
 from mmtrain.models.shapes.model_shape import ModelShape
 from mmtrain.planning.artifact.plan import SchedulePlan
 from mmtrain.program.ir.channels import graph_channels
 from mmtrain.program.ir.data_dependencies import shared_embedding_stages
-from mmtrain.program.ir.graph import LLM, Edge, Microbatch, Stage, StageGraph, StageId
+from mmtrain.program.ir.graph import LLM, Edge, Microbatch, Stage, StageGraph, StageId, UnitMesh
 from mmtrain.program.ir.program import Program
 from mmtrain.program.schedules.builder import build_compute, in_flight_microbatches
 from mmtrain.program.verify.check import MemoryLimit
@@ -320,8 +321,9 @@ def count_communicators(graph: StageGraph) -> tuple[Counter[int], Counter[int]]:
     """Count the communicators of each rank of the first replica group: of two ranks for messages, and of collectives.
 
     Collectives have one of all ranks, and one of each unit's TP group, of its replicas and of those that share
-    sequences, unless these are alone. Embeddings that two stages hold have one more. Where weights are sharded, ranks
-    that hold one copy together have one, and ranks with equal shards another; units on the same ranks share both.
+    sequences or hold experts together, unless these are alone. Embeddings that two stages hold have one more, and so
+    have replicas with the same experts. Where weights are sharded, ranks that hold one copy together have one, and
+    ranks with equal shards another; units on the same ranks share both. Experts that ranks hold apart have their own.
     Groups of pipeline ranks only generate text, and connect when they do.
     """
     num_channels, num_collectives = Counter[int](), Counter[int]()
@@ -333,15 +335,26 @@ def count_communicators(graph: StageGraph) -> tuple[Counter[int], Counter[int]]:
         per_group = mesh.num_replicas // graph.num_groups
         for stage in first_stages[mesh.unit]:  # those of later model chunks lie on the same ranks
             for tp_group in stage.tp_groups[:per_group]:
-                num_collectives.update(dict.fromkeys(tp_group, (mesh.tp > 1) + (mesh.num_replicas > 1) + (mesh.cp > 1)))
+                num_collectives.update(dict.fromkeys(tp_group, _num_groups_of_axes(mesh)))
         for stage_id in tied if mesh.unit in {stage_id.unit for stage_id in tied} else ():
             for tp_group in graph.stage(stage_id).tp_groups[:per_group]:
                 num_collectives.update(tp_group)
     first_group = set(num_collectives)
-    sharded = {(mesh.ranks, mesh.tp, mesh.shard) for mesh in graph.meshes if mesh.shard is not None}
-    for ranks, tp, shard in sharded:
-        num_of_rank = (shard > 1) + (shard < len(ranks) // tp)
+    sharded = {
+        (mesh.ranks, mesh.tp * ep, expert_shard(mesh.shard, ep), ep)
+        for mesh in graph.meshes
+        for ep in (1, mesh.ep)
+        if mesh.shard is not None
+    }
+    for ranks, stride, shard, _ in sharded:
+        num_of_rank = (shard > 1) + (shard < len(ranks) // stride)
         num_collectives.update(dict.fromkeys(first_group.intersection(ranks), num_of_rank))
     if graph.world_size > 1:
         num_collectives.update(first_group)
     return num_channels, num_collectives
+
+
+def _num_groups_of_axes(mesh: UnitMesh) -> int:
+    """Return how many groups with other ranks a rank has along the axes of a unit's mesh."""
+    has_same_experts = mesh.shard is None and 1 < mesh.ep < mesh.num_replicas
+    return (mesh.tp > 1) + (mesh.num_replicas > 1) + (mesh.cp > 1) + (mesh.ep > 1) + has_same_experts

@@ -70,7 +70,7 @@ class Layout:
         counts = self.num_microbatches
         llm = self.units[LLM]
         if llm.is_replicated:
-            size = MeshSize(llm.tp, 1, llm.dp, cp=llm.cp)
+            size = MeshSize(llm.tp, 1, llm.dp, cp=llm.cp, ep=llm.ep)
             sharded = sharding_text(llm.shard, llm.keeps_weights)
             return replicated_summary(size, sharded, counts, llm.dispatch, llm.exchange, self.encoder_first)
         counts_differ = len(set(counts.values())) > 1
@@ -103,7 +103,7 @@ def replicated_summary(
     llm: the LLM's mesh; sharded: as `sharding_text` says it.
     """
     count = num_microbatches[LLM]
-    inside = "".join(f", {name} {size}" for name, size in (("tp", llm.tp), ("cp", llm.cp)) if size > 1)
+    inside = "".join(f", {name} {size}" for name, size in (("tp", llm.tp), ("cp", llm.cp), ("ep", llm.ep)) if size > 1)
     text = f"replicated: {llm.ranks} ranks{inside}, {sharded}, {count} mini-batch{'' if count == 1 else 'es'}"
     if dispatch is not None:
         text += f", dispatch {dispatch}"

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler
 
 from mmtrain.balance.dispatch.phase_loads import OffNodeVolume, PhaseLoad
 from mmtrain.costs.hardware import Precision
+from mmtrain.models.shapes.layer_shape import shard_holds_experts
 from mmtrain.models.shapes.model_shape import OffloadMode
 from mmtrain.program.ir.graph import LLM, ContextMethod, CutSequences, DispatchMode, Exchange
 from mmtrain.program.schedules.builder import ScheduleKind
@@ -132,9 +133,10 @@ class UnitPlan(_Frozen):
         if self.num_replicas % self.ep:
             of = "dp" if self.cp == 1 else "dp x cp"
             raise ValueError(f"ep is {self.ep}, which does not divide {of} {self.num_replicas}; use a divisor of it")
-        if self.shard is not None:
+        if self.shard is not None and not shard_holds_experts(self.shard, self.ep):
             raise ValueError(
-                f"ep is {self.ep} with shard {self.shard}: experts of sharded units are sharded too; use 1"
+                f"ep is {self.ep} with shard {self.shard}: one copy of the unit, or several, hold all experts; use a "
+                "divisor or a multiple of `shard`"
             )
         return self
 

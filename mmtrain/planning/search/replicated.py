@@ -13,6 +13,9 @@ it runs every unit, and the ranks at one place of all groups share what that pla
 groups also share sequences, and weights, gradients and optimizer state as before. Both are only tried where the compute
 of layers alone may be faster than the best so far.
 
+With expert parallelism (`with_expert_ranks` chooses the degree) a rank gathers only its experts' weights, from the
+ranks that hold the same ones, and exchanges tokens with those that hold others.
+
 Encoders that run before the LLM (`encoder_first`) may have fewer mini-batches than it. Each mini-batch gathers all
 weights and waits for the slowest rank once. So we take the fewest that fit, unless more of them avoid recomputation.
 """
@@ -23,6 +26,7 @@ from dataclasses import replace
 from itertools import product
 
 from mmtrain.errors import PlanError
+from mmtrain.models.shapes.layer_shape import shard_holds_experts
 from mmtrain.planning.artifact.graph_memory import schedule_in_flight
 from mmtrain.planning.artifact.layout import MeshSize
 from mmtrain.planning.artifact.plan import AS_FAST_RATIO
@@ -122,9 +126,11 @@ def _allowed_sizes(llm: MeshSize, problem: PlanningProblem) -> Sequence[int | No
     if parallel.zero == 1:
         return [None]
     if parallel.shard == "auto":
-        return shard_sizes(num_replicas, max(problem.hardware.ranks_per_node // llm.tp, 1))
-    fixed = num_replicas if parallel.shard == "all" else parallel.shard
-    return [fixed] if num_replicas % fixed == 0 else []
+        sizes = shard_sizes(num_replicas, max(problem.hardware.ranks_per_node // llm.tp, 1))
+    else:
+        sizes = [num_replicas if parallel.shard == "all" else parallel.shard]
+    # One copy, or several, hold all experts.
+    return [size for size in sizes if num_replicas % size == 0 and shard_holds_experts(size, llm.ep)]
 
 
 def _faster_less_sharded(simulated: Sequence[Candidate], evaluator: Evaluator) -> list[Candidate]:
@@ -155,8 +161,9 @@ def _shards_that_do_not_divide(problem: PlanningProblem) -> str:
     counts = " or ".join(map(str, problem.cluster.rank_counts))
     tp = problem.recipe.parallel.llm.tp or 1
     divided = f"{counts} ranks" if tp == 1 else f"the {counts} ranks by parallel.llm.tp {tp}"
-    shard = problem.recipe.parallel.shard
-    return f"parallel.shard {shard} does not divide {divided}; use a divisor of them, or `all`"
+    shard, ep = problem.recipe.parallel.shard, problem.choices[LLM].ep
+    experts = f", or neither divides nor is a multiple of ep {ep}" if ep > 1 else ""
+    return f"parallel.shard {shard} does not divide {divided}{experts}; use a divisor of them, or `all`"
 
 
 def _is_slower(assignment: MeshAssignment, fastest_s: float, evaluator: Evaluator) -> bool:

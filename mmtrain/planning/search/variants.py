@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
+from mmtrain.models.shapes.layer_shape import shard_holds_experts
 from mmtrain.models.shapes.model_shape import (
     OffloadMode,
     unit_offload,
@@ -84,23 +85,24 @@ def with_expert_ranks(problem: PlanningProblem, budget: SearchBudget) -> Plannin
 def with_experts_on(problem: PlanningProblem, ep: int) -> PlanningProblem:
     """Return the problem whose LLM has the experts of each mixture on `ep` ranks."""
     constraints, choices = problem.constraints, problem.choices
-    placements = tuple(name for name in constraints.placements if ep == 1 or name != "replicated")
     llm = replace(choices[LLM], ep=ep)
     return replace(
         problem,
         shape=with_expert_parallelism(problem.shape, ep),
-        constraints=replace(constraints, placements=placements, choices={**choices, LLM: llm}),
+        constraints=replace(constraints, choices={**choices, LLM: llm}),
     )
 
 
 def _expert_parallel_sizes(problem: PlanningProblem) -> list[int]:
     """Return the degrees of expert parallelism to try; none where the recipe fixes it or there are no experts."""
     recipe, llm = problem.recipe, problem.choices[LLM]
-    moe, placement = recipe.model.llm.moe, recipe.parallel.placement
-    if moe is None or recipe.parallel.llm.ep is not None or placement == "replicated":
+    moe, shard = recipe.model.llm.moe, recipe.parallel.shard
+    if moe is None or recipe.parallel.llm.ep is not None:
         return []
     num_replicas = [dp * cp for dp, cp in product(llm.dp, llm.cp)]
     sizes = [2**i for i in range(max(num_replicas).bit_length())]
+    if isinstance(shard, int):
+        sizes = [ep for ep in sizes if shard_holds_experts(shard, ep)]
     return [ep for ep in sizes if moe.experts % ep == 0 and any(number % ep == 0 for number in num_replicas)]
 
 

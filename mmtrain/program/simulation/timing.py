@@ -25,6 +25,7 @@ from mmtrain.costs.hardware import Precision
 from mmtrain.costs.layer_arithmetic import num_apart_parameters
 from mmtrain.costs.sharded_layers import ShardedLayers, overlapped_seconds
 from mmtrain.costs.time_spread import NO_SPREAD, TimeSpread
+from mmtrain.models.shapes.layer_shape import expert_shard
 from mmtrain.models.shapes.model_shape import LayerShape, ModelShape
 from mmtrain.program.ir.actions import (
     Collective,
@@ -536,11 +537,13 @@ class ModelTiming:
 
     def _num_updated(self, rank: int, mesh: UnitMesh) -> int:
         """Return the parameters of a unit that the optimizer of a rank updates."""
-        num_replicas = mesh.num_replicas if mesh.shard is None else mesh.shard
+        num_replicas, num_same_experts = mesh.num_replicas, mesh.num_replicas // mesh.ep
+        if mesh.shard is not None:
+            num_replicas, num_same_experts = mesh.shard, expert_shard(mesh.shard, mesh.ep)
         held = [stage for stage, _ in self.graph.held_by(rank) if stage.unit == mesh.unit]
         apart = sum(sum(self._apart_by_layer(stage)) for stage in held)
         joint = sum(sum(self._trained_by_layer(stage)) for stage in held) - apart
-        return joint // num_replicas + apart // (num_replicas // mesh.ep)
+        return joint // num_replicas + apart // num_same_experts
 
     @cached_property
     def _contents(self) -> dict[StageId, StageContent]:

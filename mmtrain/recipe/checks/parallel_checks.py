@@ -63,7 +63,7 @@ def check_llm_parallelism(recipe: Recipe) -> Iterator[Problem]:
 
 
 def check_expert_parallelism(recipe: Recipe) -> Iterator[Problem]:
-    """The expert-parallel degree divides the experts, and replicas if these are fixed; sharded units have none."""
+    """The expert-parallel degree divides the experts, and replicas if these are fixed, and suits fixed shards."""
     degrees, moe, path = recipe.parallel.llm, recipe.model.llm.moe, ("parallel", "llm", "ep")
     ep = degrees.ep
     if ep is None:
@@ -73,9 +73,12 @@ def check_expert_parallelism(recipe: Recipe) -> Iterator[Problem]:
         return
     if moe.experts % ep:
         yield Problem(path, f"{ep} does not divide the {moe.experts} experts of model.llm.moe; use a divisor of them")
-    if ep > 1 and recipe.parallel.placement == "replicated":
-        text = f"found {ep} with placement replicated, which shards experts over all ranks as other weights; remove it"
-        yield Problem(path, text)
+    shard = recipe.parallel.shard
+    if isinstance(shard, int) and shard % ep and ep % shard:
+        text = (
+            f"{ep} neither divides nor is a multiple of parallel.shard {shard}: one copy of the weights, or several, "
+        )
+        yield Problem(path, text + "hold all experts; use a divisor or a multiple of it")
     if degrees.dp is not None:
         replicas, of = degrees.dp * (degrees.cp or 1), "dp x cp" if degrees.cp else "dp"
         if replicas % ep:

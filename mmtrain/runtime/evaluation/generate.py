@@ -290,7 +290,7 @@ def load_weights(unit: UnitRunner, checkpoint: Checkpoint) -> None:
     tp, tp_rank = unit.groups.tp_size, unit.groups.tp_rank
     with torch.no_grad():
         if isinstance(unit, ShardedUnitRunner):
-            for shard in weight_shards(unit.parameter_specs(), unit.mesh, unit.groups.tp):
+            for shard in weight_shards(unit.parameter_specs(), unit.sharding, unit.groups.tp):
                 shard.tensor.copy_(checkpoint.read(shard.name, shard_spec(shard)).view_as(shard.tensor))
             return
         for stage in unit.stages.values():

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from mmtrain.models.megatron import ParallelGroups
-from mmtrain.models.shapes.layer_shape import LayerShape
-from mmtrain.models.stage.fully_sharded import shard_mesh
+from mmtrain.models.shapes.layer_shape import LayerShape, expert_shard
+from mmtrain.models.stage.fully_sharded import UnitSharding, shard_mesh
 from mmtrain.program import Dispatch, Edge, Recv, Send, Share, StageGraph, UnitMesh
 from mmtrain.program.ir.channels import Channel, graph_channels
 from mmtrain.program.ir.data_dependencies import shared_embedding_stages
@@ -50,7 +50,7 @@ class ProcessGroups:
 
     units: dict[str, ParallelGroups]
     channels: dict[Channel, dist.ProcessGroup]
-    sharding: dict[str, DeviceMesh]  # of units whose replicas hold shards, by unit; see `models.fully_sharded`
+    sharding: dict[str, UnitSharding]  # of units whose replicas hold shards, by unit; see `models.fully_sharded`
     tied_embeddings: dist.ProcessGroup | None  # first and last LLM stage of this rank's replica, same TP rank
     connected: tuple[dist.ProcessGroup, ...]  # those with more than one member, but for `later`; in order of creation
     later: tuple[dist.ProcessGroup, ...]  # of pipeline ranks, which only generation uses: connected by its first use
@@ -165,30 +165,40 @@ def release_groups(groups: ProcessGroups) -> None:
         dist.destroy_process_group(group)
 
 
-def _create_sharding(creator: "_GroupCreator", graph: StageGraph) -> dict[str, DeviceMesh]:
+def _create_sharding(creator: "_GroupCreator", graph: StageGraph) -> dict[str, UnitSharding]:
     """Create the groups of sharded units; those on the same ranks, divided alike into TP groups, have the same groups.
 
-    The ranks at one place in the TP groups of all replicas share what that place holds.
+    The ranks at one place in the TP groups of all replicas share what that place holds; of experts, every `ep`-th.
     """
-    meshes: dict[tuple[tuple[int, ...], int, int], DeviceMesh] = {}
+    meshes: dict[tuple[tuple[int, ...], int, int, int], DeviceMesh] = {}
     sharding = {}
     for mesh in graph.meshes:
         if mesh.shard is None:
             continue
-        key = (mesh.ranks, mesh.tp, mesh.shard)
-        if key not in meshes:
-            starts = range(0, mesh.num_replicas, mesh.shard)
-            places = [mesh.ranks[place :: mesh.tp] for place in range(mesh.tp)]
-            copies_at = [[list(ranks[first : first + mesh.shard]) for first in starts] for ranks in places]
-            owners = [list(ranks) for copies in copies_at for ranks in zip(*copies, strict=True)]
-            of_owners = creator.create(owners, "the group of ranks with equal shards") if len(starts) > 1 else None
-            of_copy = creator.create(chain.from_iterable(copies_at), "the group of ranks that hold one copy")
-            assert of_copy is not None, "sharded units lie on all ranks"
-            groups = [of_copy] if of_owners is None else [of_owners, of_copy]
-            copies = next(copies for copies, ranks in zip(copies_at, places, strict=True) if creator.rank in ranks)
-            meshes[key] = shard_mesh(groups, copies, creator.device)
-        sharding[mesh.unit] = meshes[key]
+        of_unit = []
+        for ep in (1, mesh.ep):
+            key = (mesh.ranks, mesh.tp, mesh.shard, ep)
+            if key not in meshes:
+                places = [list(mesh.ranks[place :: mesh.tp * ep]) for place in range(mesh.tp * ep)]
+                meshes[key] = _create_shard_mesh(
+                    creator, places, expert_shard(mesh.shard, ep), " of experts" * (ep > 1)
+                )
+            of_unit.append(meshes[key])
+        sharding[mesh.unit] = UnitSharding(*of_unit)
     return sharding
+
+
+def _create_shard_mesh(creator: "_GroupCreator", places: Sequence[list[int]], shard: int, of_what: str) -> DeviceMesh:
+    """Create the groups of ranks that hold the same parameters; `shard` of each such list hold one copy together."""
+    copies_at = [[ranks[first : first + shard] for first in range(0, len(ranks), shard)] for ranks in places]
+    owners = [list(ranks) for copies in copies_at for ranks in zip(*copies, strict=True)]
+    has_copies = len(copies_at[0]) > 1
+    of_owners = creator.create(owners, f"the group of ranks with equal shards{of_what}") if has_copies else None
+    of_copy = creator.create(chain.from_iterable(copies_at), f"the group of ranks that hold one copy{of_what}")
+    assert of_copy is not None, "sharded units lie on all ranks"
+    groups = [of_copy] if of_owners is None else [of_owners, of_copy]
+    copies = next(copies for copies in copies_at if any(creator.rank in ranks for ranks in copies))
+    return shard_mesh(groups, copies, creator.device)
 
 
 class _GroupCreator:
@@ -275,7 +285,8 @@ def _mesh_lines(mesh: UnitMesh) -> dict[str, list[list[int]]]:
     tp_groups = {(p, r): mesh.tp_group(p, r) for p in pp for r in replicas}
     cp_groups = [mesh.cp_replicas(first) for first in replicas[:: mesh.cp]] if mesh.cp > 1 else []
     ep_groups = [replicas[first : first + mesh.ep] for first in replicas[:: mesh.ep]] if mesh.ep > 1 else []
-    copies_of_experts = [replicas[place :: mesh.ep] for place in range(mesh.ep)] if mesh.ep > 1 else []
+    reduces_apart = mesh.ep > 1 and mesh.shard is None  # else FSDP reduces gradients, over meshes of its own
+    copies_of_experts = [replicas[place :: mesh.ep] for place in range(mesh.ep)] if reduces_apart else []
     return {
         "tp": [list(tp_group) for tp_group in tp_groups.values()],
         "dp": [[tp_groups[p, r][t] for r in replicas] for p in pp for t in tp],

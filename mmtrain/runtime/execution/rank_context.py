@@ -8,6 +8,7 @@ from functools import cached_property
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from mmtrain.costs import Precision
 from mmtrain.costs.expert_spread import fullest_rank_load
@@ -22,6 +23,7 @@ from mmtrain.models.optim import parameter_specs
 from mmtrain.models.optim.parameter_specs import WeightSource
 from mmtrain.models.shapes.layer_shape import MoeMlp, is_of_expert
 from mmtrain.models.shapes.model_shape import LayerShape, ModelShape, build_model_shape
+from mmtrain.models.shapes.param_spec import ParamSpec
 from mmtrain.models.stage.fully_sharded import FullyShardedAdamW, initialize_shards, shard_stage
 from mmtrain.models.stage.stage_module import StageModule, StageSpec
 from mmtrain.planning.artifact.plan import Plan, SchedulePlan
@@ -393,13 +395,17 @@ def build_unit_optimizer(
     return ZeroAdamW(buckets, params, groups, world.device, recipe.train.optimizer, rates, rounds_reduced)
 
 
-def _build_sharded_optimizer(recipe: Recipe, unit: ShardedUnitRunner) -> FullyShardedAdamW:
-    """Build the optimizer of a unit whose stages are sharded."""
+def _build_sharded_optimizer(recipe: Recipe, unit: ShardedUnitRunner) -> UnitOptimizer:
+    """Build the optimizer of a unit whose stages are sharded: a part for each mesh."""
     rates = _unit_rates(recipe, unit.name)
     params, tp_group = unit.parameter_specs(), unit.groups.tp
     gathered = list(unit.stages.values()) if unit.keeps_weights else []
     settings = recipe.train.optimizer
-    return FullyShardedAdamW(params, unit.mesh, tp_group, settings, rates, gathered)
+    by_mesh: dict[DeviceMesh, dict[nn.Parameter, ParamSpec]] = {}
+    for param, spec in params.items():
+        by_mesh.setdefault(unit.sharding.of(spec.name), {})[param] = spec
+    parts = [FullyShardedAdamW(on_mesh, mesh, tp_group, settings, rates, gathered) for mesh, on_mesh in by_mesh.items()]
+    return parts[0] if len(parts) == 1 else JoinedOptimizers(parts)
 
 
 def _unit_rates(recipe: Recipe, unit: str) -> parameter_specs.UnitRates:

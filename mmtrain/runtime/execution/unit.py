@@ -9,11 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.distributed.device_mesh import DeviceMesh
 
 from mmtrain.models.megatron import ParallelGroups, start_tp_communication
 from mmtrain.models.shapes.param_spec import ParamSpec
-from mmtrain.models.stage.fully_sharded import reduce_between_copies
+from mmtrain.models.stage.fully_sharded import UnitSharding, reduce_between_copies
 from mmtrain.models.stage.host_offload import OffloadedBlocks
 from mmtrain.models.stage.piecewise import run_block_pieces
 from mmtrain.models.stage.stage_inputs import UnitInput
@@ -168,7 +167,7 @@ class ShardedUnitRunner(UnitRunner):
     Args:
         num_microbatches: of a replica in a step.
         keeps_weights: whether they stay gathered between the passes of a step.
-        mesh: over which the stages are sharded.
+        sharding: the meshes over which the stages are sharded.
         param_specs: of every parameter of each stage, by its name in the stage, from before it was sharded.
     """
 
@@ -179,11 +178,11 @@ class ShardedUnitRunner(UnitRunner):
         groups: ParallelGroups,
         num_microbatches: int,
         keeps_weights: bool,
-        mesh: DeviceMesh,
+        sharding: UnitSharding,
         param_specs: Mapping[StageId, Mapping[str, ParamSpec]],
     ) -> None:
         super().__init__(name, stages, groups)
-        self.mesh, self._param_specs = mesh, param_specs
+        self.sharding, self._param_specs = sharding, param_specs
         self._num_microbatches = num_microbatches
         self.keeps_weights = keeps_weights
 

@@ -36,8 +36,8 @@ class CutPlan:
             "replica groups, which all run the same program",
         )
         if self.plan.shard is not None:
-            cp, shard = self.plan.units[LLM].cp, self.plan.shard
-            left, planned, parts = left * cp // shard, planned * cp // shard, "copies of the weights"
+            together, shard = _replicas_per_group(self.plan), self.plan.shard
+            left, planned, parts = left * together // shard, planned * together // shard, "copies of the weights"
         ranks = f"{self.plan.world_size} of the plan's {self.num_planned_ranks} ranks"
         note = f"Cut to {ranks}: {left} of its {planned} {parts}."
         if left > 1:
@@ -86,8 +86,12 @@ def cut_replicas(plan: Plan, shape: ModelShape, limit: RankLimit) -> CutPlan:
 
 def _groups_per_copy(plan: Plan) -> int:
     """Return how many replica groups hold whole copies of the weights together, at least one copy."""
-    cp = plan.units[LLM].cp  # replicas of a group
-    return 1 if plan.shard is None else plan.shard // math.gcd(plan.shard, cp)
+    return 1 if plan.shard is None else plan.shard // math.gcd(plan.shard, _replicas_per_group(plan))
+
+
+def _replicas_per_group(plan: Plan) -> int:
+    """Return how many of the LLM's replicas a replica group has: they share sequences, or experts."""
+    return math.lcm(plan.units[LLM].cp, plan.units[LLM].ep)
 
 
 def _why_not(plan: Plan, ranks_together: int, limit: RankLimit) -> str:
