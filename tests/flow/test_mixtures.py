@@ -389,7 +389,7 @@ def test_recorded_costs_price_unequal_loads_of_experts_once() -> None:
         / sum(timing.compute(run) for run in passes if isinstance(run, kind))
         for kind in (Forward, Backward)
     }
-    assert min(ratio.values()) > 1.05
+    assert min(ratio.values()) > 1.03
     recorded = RecordedRatios({"llm": ratio[Forward], "vision": 2.0}, {"llm": 3 * ratio[Backward]})
     ratios = ratios_at_spread(recorded, timing, 0.9)
     assert ratios.forward == pytest.approx({"llm": 1.0, "vision": 2.0}, rel=0.02)
