@@ -2,11 +2,14 @@
 
 import atexit
 from dataclasses import dataclass, replace
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch._C._distributed_c10d import HashStore
+
+_SINGLE_MEMBER_GROUPS: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()  # by world
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ class ParallelGroups:
             dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
             # Groups that outlive the interpreter make a process abort at its end, now and then (torch 2.13).
             atexit.register(_end_world)
-        group = _new_single_member_group()
+        group = _single_member_group()
         return cls(tp=group, dp=group, pp=group)
 
     @property
@@ -82,7 +85,7 @@ class ParallelGroups:
         Ranks of different units would create groups in different orders, which hangs.
         """
         single_member_groups = (group for group in self.all if group.size() == 1)
-        single = next(single_member_groups, None) or _new_single_member_group()
+        single = next(single_member_groups, None) or _single_member_group()
         return ProcessGroupCollection(
             tp=self.tp,
             dp=self.dp,
@@ -103,9 +106,13 @@ class ParallelGroups:
         )
 
 
-def _new_single_member_group() -> dist.ProcessGroup:
-    group: dist.ProcessGroup = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    return group
+def _single_member_group() -> dist.ProcessGroup:
+    """Return the group of this rank alone, made once in a world: each group over gloo has three threads, which poll."""
+    world = dist.group.WORLD
+    assert world is not None, "the world was started"
+    if world not in _SINGLE_MEMBER_GROUPS:
+        _SINGLE_MEMBER_GROUPS[world] = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    return _SINGLE_MEMBER_GROUPS[world]
 
 
 def _end_world() -> None:
