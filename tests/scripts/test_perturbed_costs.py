@@ -80,7 +80,7 @@ def test_each_constant_changes_its_own_part_of_a_layer(ratio: float) -> None:
     assert growth_s("attention efficiency") == pytest.approx(
         (1 / ratio - 1) * core._attention(BLOCK, 1, LOAD, "forward")
     )
-    assert growth_s("launch time") == pytest.approx((ratio - 1) * core._launches(BLOCK))
+    assert growth_s("launch time") == pytest.approx((ratio - 1) * core._launches(BLOCK, 1, "forward"))
 
 
 @pytest.mark.parametrize("perturbation", PERTURBATIONS, ids=str)
