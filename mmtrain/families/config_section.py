@@ -83,6 +83,10 @@ class ConfigSection:
         """Return any value; None if the key is missing."""
         return self._value(key, None)
 
+    def pass_over(self, *keys: str) -> None:
+        """Count keys as read: what they say has no effect here, or is read elsewhere."""
+        self._read.update(keys)
+
     def section(self, key: str) -> "ConfigSection":
         """Return the mapping at `key`, empty if it is missing or null."""
         value = self._value(key, None)

@@ -30,8 +30,7 @@ def pixart_settings(config: ConfigSection) -> Settings:
     for key, supported in _FIXED.items():
         config.require(key, supported, default=supported)
     config.require("dropout", 0, 0.0, default=0.0)
-    for key in _WITHOUT_EFFECT:
-        config.value(key)
+    config.pass_over(*_WITHOUT_EFFECT)
     heads, head_dim = config.integer("num_attention_heads", 16), config.integer("attention_head_dim", 72)
     channels = config.integer("in_channels", 4)
     config.require("out_channels", 2 * channels, default=8)

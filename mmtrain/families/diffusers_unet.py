@@ -52,8 +52,7 @@ def unet_settings(config: ConfigSection) -> Settings:
     config.require("dropout", 0, 0.0, default=0.0)
     config.require("down_block_types", _down_types(num_levels), default=_down_types(num_levels))
     config.require("up_block_types", _down_types(num_levels, up=True), default=_down_types(num_levels, up=True))
-    for key in _WITHOUT_EFFECT:
-        config.value(key)
+    config.pass_over(*_WITHOUT_EFFECT)
     channels = config.integer("in_channels", 4)
     config.require("out_channels", channels, default=4)
     return {

@@ -32,8 +32,7 @@ def autoencoder_settings(config: ConfigSection) -> Settings:
     config.require("up_block_types", up_types, default=["UpDecoderBlock2D"])
     config.require("latents_mean", None, default=None)
     config.require("latents_std", None, default=None)
-    for key in _WITHOUT_EFFECT:
-        config.value(key)
+    config.pass_over(*_WITHOUT_EFFECT)
     groups = config.integer("norm_num_groups", 32)
     if any(width % groups for width in widths):
         config.reject("norm_num_groups", f"{groups} does not divide all of block_out_channels {list(widths)}")

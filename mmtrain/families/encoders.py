@@ -91,8 +91,7 @@ def _is_siglip(tower: ConfigSection) -> bool:
 
 def _vision(tower_type: str, feature_layer: int, strategy: str) -> Callable[[ConfigSection], FolderSettings]:
     def settings(config: ConfigSection) -> FolderSettings:
-        for key in _OF_TWO_TOWERS:
-            config.value(key)
+        config.pass_over(*_OF_TWO_TOWERS)
         has_two_towers = config.value("vision_config") is not None
         tower = config.section("vision_config") if has_two_towers else config
         tower.require("model_type", tower_type, default=tower_type)
@@ -111,8 +110,7 @@ def _vision_weights(settings: FolderSettings) -> Iterator[ParameterSource]:
 
 
 def _whisper(config: ConfigSection) -> FolderSettings:
-    for key in _OF_DECODER:
-        config.value(key)
+    config.pass_over(*_OF_DECODER)
     audio = whisper_settings(config, _WHISPER_DEFAULTS)
     clips = {"scheme": "dynamic", "max_seconds": audio["max_frames"] / 100, "long_clips": "cut"}
     return FolderSettings({"audio": audio}, {"audio": clips})

@@ -52,8 +52,7 @@ _TOKEN_KEYS = (
 
 
 def _settings(config: ConfigSection) -> FolderSettings:
-    for key in _TOKEN_KEYS:  # they belong to the tokenizer
-        config.value(key)
+    config.pass_over(*_TOKEN_KEYS)  # they belong to the tokenizer
     text, tower = config.section("text_config"), config.section("vision_config")
     text.require("model_type", "gemma3_text", default="gemma3_text")
     tower.require("model_type", "siglip_vision_model", default="siglip_vision_model")

@@ -62,8 +62,7 @@ def glm4_moe_settings(
         qkv_bias=config.flag("attention_bias", qkv_bias),
         qk_norm=config.flag("use_qk_norm", False),
     )
-    for key in ("num_nextn_predict_layers", "num_mtp_layers"):  # of blocks that are not trained
-        config.value(key)
+    config.pass_over("num_nextn_predict_layers", "num_mtp_layers")  # of blocks that are not trained
     share = _turning_share(config)
     turning = int(llm["head_dim"] * share)
     if turning % 2:

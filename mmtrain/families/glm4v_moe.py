@@ -105,8 +105,7 @@ _TINY: dict[str, Any] = {
 
 
 def _settings(config: ConfigSection) -> FolderSettings:
-    for key in _TOKEN_KEYS:  # they belong to text and tokenizer
-        config.value(key)
+    config.pass_over(*_TOKEN_KEYS)  # they belong to text and tokenizer
     llm = _text_settings(config)
     tower = config.section("vision_config")
     vision = _tower_settings(tower, llm["hidden"])
@@ -116,8 +115,7 @@ def _settings(config: ConfigSection) -> FolderSettings:
 
 def _text_settings(config: ConfigSection) -> Settings:
     text = config.section("text_config")
-    for key in _TOKEN_KEYS:  # of which folders of the hub have copies here
-        text.value(key)
+    text.pass_over(*_TOKEN_KEYS)  # of which folders of the hub have copies here
     llm = glm4_moe_settings(text, _TEXT_DEFAULTS, qkv_bias=True)
     if llm["qk_norm"]:
         text.reject("use_qk_norm", "true is not supported yet; supported: false")

@@ -50,8 +50,8 @@ def image_processor_settings(config: Mapping[str, object], where: str) -> Settin
             "data.image.scheme in the recipe chooses another way to prepare pictures"
         )
     section = ConfigSection(config)
-    for key in (*_WITHOUT_EFFECT, *AUDIO_KEYS):  # a folder may state the processors of pictures and clips together
-        section.value(key)
+    # A folder may state the processors of pictures and clips together.
+    section.pass_over(*_WITHOUT_EFFECT, *AUDIO_KEYS)
     for key in ("do_resize", "do_rescale", "do_normalize"):
         section.require(key, True, None, default=True)
     section.require("do_convert_rgb", True, None, default=True)
@@ -107,8 +107,7 @@ def _gemma3(section: ConfigSection) -> Settings:
             "do_pan_and_scan",
             "true is not supported yet; supported: false, null. Set it to false to show pictures as a whole only",
         )
-    for key in ("pan_and_scan_min_crop_size", "pan_and_scan_max_num_crops", "pan_and_scan_min_ratio_to_activate"):
-        section.value(key)
+    section.pass_over("pan_and_scan_min_crop_size", "pan_and_scan_max_num_crops", "pan_and_scan_min_ratio_to_activate")
     return _siglip(section, filter_number=2)
 
 
@@ -195,8 +194,7 @@ def read_canvases(section: ConfigSection, default: Canvases) -> Canvases:
 
 def _native(section: ConfigSection) -> Settings:
     """Keep the aspect ratio. Older folders state limits by names of their own, which take precedence."""
-    for key in ("merge_size", "temporal_patch_size"):  # the encoder's, as `check_encoder_agreement` checks
-        section.value(key)
+    section.pass_over("merge_size", "temporal_patch_size")  # the encoder's, as `check_encoder_agreement` checks
     limits = {
         "scheme": "native",
         "pixel_limits": "image",
@@ -208,8 +206,7 @@ def _native(section: ConfigSection) -> Settings:
 
 def _native_of_frames(section: ConfigSection) -> Settings:
     """Keep the aspect ratio, within limits that count the frames of a patch."""
-    for key in ("merge_size", "temporal_patch_size"):
-        section.value(key)
+    section.pass_over("merge_size", "temporal_patch_size")
     size, is_stated = section.section("size"), section.value("size") is not None
     limits = {
         "scheme": "native",

@@ -69,8 +69,7 @@ def llava_settings(
 
     text_type, feature_layer, strategy: what the family assumes of the LLM and the features if the config does not say.
     """
-    for key in _WITHOUT_EFFECT_HERE:  # they belong to text and tokenizer
-        config.value(key)
+    config.pass_over(*_WITHOUT_EFFECT_HERE)  # they belong to text and tokenizer
     strategy = config.choice("vision_feature_select_strategy", {"default": "default", "full": "full"}, strategy)
     config.require("multimodal_projector_bias", True, default=True)
     feature_layer = _feature_layer(config, feature_layer)

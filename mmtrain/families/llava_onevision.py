@@ -54,8 +54,7 @@ _TINY_PROCESSOR = {
 
 
 def _settings(config: ConfigSection) -> FolderSettings:
-    for key in ("video_token_id", "video_token_index"):  # they belong to text and tokenizer
-        config.value(key)
+    config.pass_over("video_token_id", "video_token_index")  # they belong to text and tokenizer
     folder = llava_next_settings(config, LLAVA_ONEVISION_PINPOINTS, "qwen2", -1, "full")
     vision = {**folder.model["vision"], "max_joined_tiles": _most_tiles(config), "pool_frames": True}
     image = {**folder.data["image"], "tile_several": False}

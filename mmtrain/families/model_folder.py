@@ -309,8 +309,7 @@ def read_audio_settings(folder: Path, mel_bins: int) -> Settings | None:
     of_clips = (*AUDIO_KEYS, *_WITHOUT_EFFECT, "do_normalize", "mel_filters")
     is_joint = "image_processor_type" in stated.config
     section = ConfigSection({key: stated.config[key] for key in stated.config if not is_joint or key in of_clips})
-    for key in _WITHOUT_EFFECT:
-        section.value(key)
+    section.pass_over(*_WITHOUT_EFFECT)
     section.require("feature_size", mel_bins, default=80)
     section.require("sampling_rate", _SAMPLE_RATE_HZ, default=_SAMPLE_RATE_HZ)
     section.require("hop_length", 160, default=160)

@@ -114,12 +114,10 @@ _TINY_PROCESSORS = {**TINY_IMAGES, **TINY_EXTRACTOR, "processor_class": "Qwen2_5
 def _settings(config: ConfigSection) -> FolderSettings:
     is_whole = config.value("thinker_config") is not None
     thinker = config.section("thinker_config") if is_whole else config
-    for key in _OF_WHOLE_MODEL:
-        config.value(key)
+    config.pass_over(*_OF_WHOLE_MODEL)
     if is_whole:
         config.value("tie_word_embeddings")  # the head belongs to the thinker
-    for key in (*_OF_TEXT, *_WITHOUT_EFFECT):
-        thinker.value(key)
+    thinker.pass_over(*_OF_TEXT, *_WITHOUT_EFFECT)
     llm = _text_settings(thinker)
     vision = _vision_settings(thinker, llm["hidden"])
     audio = _audio_settings(thinker, llm["hidden"])

@@ -56,8 +56,7 @@ _TINY_CLIPS = {**TINY_EXTRACTOR, "processor_class": "Qwen2AudioProcessor"}
 
 
 def _settings(config: ConfigSection) -> FolderSettings:
-    for key in ("audio_token_id", "audio_token_index", "ignore_index", "vocab_size"):  # they belong to the text
-        config.value(key)
+    config.pass_over("audio_token_id", "audio_token_index", "ignore_index", "vocab_size")  # they belong to the text
     text, tower = config.section("text_config"), config.section("audio_config")
     text.require("model_type", "qwen2", default="qwen2")
     tower.require("model_type", "qwen2_audio_encoder", default="qwen2_audio_encoder")

@@ -95,8 +95,7 @@ TINY: dict[str, Any] = {
 
 def text_settings(config: ConfigSection) -> Settings:
     """Return the settings of the LLM, whose keys are in a section of their own or, in older folders, beside others."""
-    for key in _TOKEN_KEYS:  # they belong to text and tokenizer
-        config.value(key)
+    config.pass_over(*_TOKEN_KEYS)  # they belong to text and tokenizer
     has_section = config.value("text_config") is not None
     text = config.section("text_config") if has_section else config
     reject_sliding_windows(text)

@@ -98,8 +98,7 @@ def _moe_settings(config: ConfigSection) -> FolderSettings:
 
 
 def _folder_settings(config: ConfigSection, llm: Settings) -> FolderSettings:
-    for key in _TOKEN_KEYS:  # they belong to text and tokenizer
-        config.value(key)
+    config.pass_over(*_TOKEN_KEYS)  # they belong to text and tokenizer
     tower = config.section("vision_config")
     common = tower_settings(tower, tower.integer("hidden_size", 1152), depth=27, patch=16)
     tower.require("out_hidden_size", llm["hidden"], default=3584)

@@ -17,8 +17,7 @@ def whisper_settings(config: ConfigSection, defaults: Mapping[str, int]) -> Sett
     """
     for key in _WITHOUT_DROPOUT:
         config.require(key, 0, 0.0, default=0)
-    for key in ("init_std", "scale_embedding"):  # what `scale_embedding` scales is used by the decoder only
-        config.value(key)
+    config.pass_over("init_std", "scale_embedding")  # what `scale_embedding` scales is used by the decoder only
     return {
         "layers": config.integer("encoder_layers", defaults["encoder_layers"]),
         "hidden": config.integer("d_model", defaults["d_model"]),
