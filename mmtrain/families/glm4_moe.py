@@ -104,9 +104,12 @@ def _mixture(config: ConfigSection, num_blocks: int) -> Settings:
     }
 
 
-def _further_blocks(settings: FolderSettings) -> tuple[str, ...]:
-    """Return the prefix of the tensors of the block behind those of the model; no model has had more than one."""
-    return (f"model.layers.{settings.model['llm']['layers']}.",)
+def further_blocks(settings: FolderSettings, decoder: str = "model.") -> tuple[str, ...]:
+    """Return the prefix of the tensors of the block behind those of the model; no model has had more than one.
+
+    decoder: before the tensors of its LLM.
+    """
+    return (f"{decoder}layers.{settings.model['llm']['layers']}.",)
 
 
 GLM4_MOE = Family(
@@ -116,5 +119,5 @@ GLM4_MOE = Family(
     decoder_weights,
     {"config.json": {"architectures": [_ARCHITECTURE], **TINY_DECODER}},
     ignored=decoder_buffers,
-    other_blocks=_further_blocks,
+    other_blocks=further_blocks,
 )

@@ -6,6 +6,7 @@ other frames of a video, and write its times with a decimal.
 """
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from mmtrain.families.clip import MEAN, STD
@@ -19,7 +20,7 @@ from mmtrain.families.family import (
     MediaMarkup,
     Settings,
 )
-from mmtrain.families.glm4_moe import DEFAULTS, TINY_DECODER, glm4_moe_settings
+from mmtrain.families.glm4_moe import DEFAULTS, TINY_DECODER, further_blocks, glm4_moe_settings
 from mmtrain.families.qwen2_vl import DECODER, TOWER
 from mmtrain.families.qwen2_vl import tower_settings as qwen_tower_settings
 from mmtrain.families.weight_layouts import (
@@ -206,11 +207,6 @@ def _merger_weights(vision: Settings, out: int) -> Iterator[ParameterSource]:
     yield as_is(f"{ours}linear_2.weight", f"{theirs}down_proj.weight", (out, ffn))
 
 
-def _further_blocks(settings: FolderSettings) -> tuple[str, ...]:
-    """Return the prefix of the tensors of the block behind those of the model, which predicts further tokens."""
-    return (f"{DECODER}layers.{settings.model['llm']['layers']}.",)
-
-
 GLM4V_MOE = Family(
     "glm4v_moe",
     (_ARCHITECTURE,),
@@ -257,5 +253,5 @@ GLM4V_MOE = Family(
     },
     video_type="Glm4vVideoProcessor",
     ignored=decoder_buffers,
-    other_blocks=_further_blocks,
+    other_blocks=partial(further_blocks, decoder=DECODER),
 )
