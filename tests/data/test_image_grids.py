@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from mmtrain.data.media.image_grids import (
     MAX_ASPECT,
+    Patches,
     best_canvas,
     enlarge_to_patch,
     frame_grid,
@@ -87,7 +88,7 @@ def test_grids_within_limits_of_frames_are_those_of_glm_for_any_size_and_limits(
             continue
         image = ImageSettings(min_pixels=low, max_pixels=2 * high, pixel_limits="frames")
         expected = _processor("glm4v").smart_resize(2, height, width, 2, 28, low, 2 * high)
-        rows, cols = frame_grid(width, height, image, patch=14, merge=2, temporal_patch=2)
+        rows, cols = frame_grid(width, height, image, Patches(14, 2, frames=2))
         assert (14 * rows, 14 * cols) == expected, (width, height, low, high)
 
 
@@ -121,7 +122,7 @@ def test_native_grids_have_whole_merged_patches_within_the_positions(
 ) -> None:
     high = max(low, (patch * merge) ** 2) + extra
     image = ImageSettings(min_pixels=low, max_pixels=high)
-    rows, cols = frame_grid(width, height, image, patch, merge, max_side)
+    rows, cols = frame_grid(width, height, image, Patches(patch, merge, max_side))
     assert rows % merge == cols % merge == 0
     assert 0 < max(rows, cols) <= max_side
 
@@ -129,16 +130,16 @@ def test_native_grids_have_whole_merged_patches_within_the_positions(
 @given(width=st.integers(100, 4000), height=st.integers(100, 4000))
 def test_native_grids_keep_the_aspect_and_use_the_area(width: int, height: int) -> None:
     image = ImageSettings(min_pixels=128 * 128, max_pixels=448 * 448)
-    rows, cols = frame_grid(width, height, image, patch=14)
+    rows, cols = frame_grid(width, height, image, Patches(14))
     assert abs(cols - rows * width / height) <= 1 or abs(rows - cols * height / width) <= 1
     target = min(max(width * height, 128 * 128), 448 * 448)
     assert 0.7 * target <= rows * cols * 14**2 <= max(1.3 * target, 448 * 448)
 
 
 def test_small_images_grow_and_fixed_ignores_the_aspect() -> None:
-    assert frame_grid(8, 8, ImageSettings(min_pixels=64 * 64, max_pixels=128 * 128), patch=16) == (4, 4)
-    assert frame_grid(80, 48, ImageSettings(min_pixels=64, max_pixels=10_000), patch=16) == (3, 5)
-    assert frame_grid(10, 1000, ImageSettings(scheme="fixed", size=224), patch=14, merge=2) == (16, 16)
+    assert frame_grid(8, 8, ImageSettings(min_pixels=64 * 64, max_pixels=128 * 128), Patches(16)) == (4, 4)
+    assert frame_grid(80, 48, ImageSettings(min_pixels=64, max_pixels=10_000), Patches(16)) == (3, 5)
+    assert frame_grid(10, 1000, ImageSettings(scheme="fixed", size=224), Patches(14, 2)) == (16, 16)
 
 
 @given(
@@ -171,6 +172,6 @@ def test_several_tiles_come_with_a_thumbnail() -> None:
     image = ImageSettings(scheme="tiles", tile=448, max_tiles=6)
     assert num_tiles(300, 300, image) == 1
     assert tile_canvas(900, 448, 448, 6) == (1, 2)
-    assert item_grids(900, 448, image, 14, 2) == ((32, 32),) * 3
-    assert frame_grid(900, 448, image, 14, 2) == (32, 32)
-    assert item_grids(900, 448, ImageSettings(), 14) == (frame_grid(900, 448, ImageSettings(), 14),)
+    assert item_grids(900, 448, image, Patches(14, 2)) == ((32, 32),) * 3
+    assert frame_grid(900, 448, image, Patches(14, 2)) == (32, 32)
+    assert item_grids(900, 448, ImageSettings(), Patches(14)) == (frame_grid(900, 448, ImageSettings(), Patches(14)),)

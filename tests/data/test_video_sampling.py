@@ -14,7 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
-from mmtrain.data.media.image_grids import frame_grid, video_grid
+from mmtrain.data.media.image_grids import Patches, frame_grid, video_grid
 from mmtrain.data.media.media_bytes import FileMedia
 from mmtrain.data.media.video import BadVideoError, VideoHeader
 from mmtrain.data.media.vision_items import (
@@ -72,7 +72,7 @@ def test_counts_from_headers_are_those_of_the_processor_for_any_size_and_length(
         used = count_used_frames(header, video, FRAMES)
         assert used == len(expected)
         assert list(frame_choice(video, used, FRAMES)(header)) == expected
-        rows, cols = frame_grid(width, height, frame_settings(ImageSettings(), video), PATCH, MERGE)
+        rows, cols = frame_grid(width, height, frame_settings(ImageSettings(), video), Patches(PATCH, MERGE))
         sides = smart_resize(height, width, factor=PATCH * MERGE, min_pixels=128 * 28 * 28, max_pixels=768 * 28 * 28)
         assert (rows * PATCH, cols * PATCH) == sides
         num_cut += used == 96
@@ -166,7 +166,7 @@ def test_frames_from_end_to_end_are_those_of_the_processor_for_any_size_and_leng
         choose = frame_choice(video, 0, FRAMES)
         assert count_used_frames(header, video, FRAMES) == len(expected)
         sides = smart_resize(len(expected), height, width, FRAMES, PATCH * MERGE, **limits)
-        patches = PATCH, FRAMES, MERGE, 1 << 20
+        patches = Patches(PATCH, MERGE, 1 << 20, FRAMES)
         rows, cols = video_grid(width, height, len(expected), frame_settings(ImageSettings(), video), patches)
         assert (rows * PATCH, cols * PATCH) == sides
         times_s = Qwen3VLProcessor._calculate_timestamps(None, list(expected), rate, FRAMES)

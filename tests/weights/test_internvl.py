@@ -12,7 +12,7 @@ from PIL import Image
 from torch import Tensor
 
 from mmtrain.data import build_index
-from mmtrain.data.media.image_grids import item_grids
+from mmtrain.data.media.image_grids import Patches, item_grids
 from mmtrain.data.media.item_readers import VisionItemReader
 from mmtrain.data.media.media_bytes import FileMedia
 from mmtrain.data.media.vision_items import VisionItemDecoder
@@ -150,7 +150,7 @@ def test_tiles_from_headers_are_those_of_the_processor(tmp_path: Path) -> None:
     theirs = transformers.GotOcr2ImageProcessorPil(size={"height": 448, "width": 448}, crop_to_patches=True)
     rng = np.random.default_rng(5)
     for height, width in rng.integers(10, 3000, (1000, 2)).tolist():
-        grids = item_grids(width, height, image, 14, 2)
+        grids = item_grids(width, height, image, Patches(14, 2))
         assert set(grids) == {(32, 32)}
         assert len(grids) == theirs.get_number_of_image_patches(height, width, {}), (height, width)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mmtrain.data import build_index
-from mmtrain.data.media.image_grids import item_grids
+from mmtrain.data.media.image_grids import Patches, item_grids
 from mmtrain.data.media.joined_tiles import FeatureMix, TileJoin, join_media
 from mmtrain.data.media.vision_items import VisionItemDecoder, read_vision_items
 from mmtrain.data.text.load_tokenizer import load_tokenizer
@@ -89,7 +89,7 @@ def test_logits_loss_and_gradients_equal_those_of_transformers(
         return torch.randint(IMAGE_TOKEN + 1, VOCAB, (count,), generator=generator)
 
     sizes = [(40, 30), (90, 29), (17, 50)]
-    num_tiles = [len(item_grids(*size, recipe.data.image, recipe.model.vision.patch)) for size in sizes]
+    num_tiles = [len(item_grids(*size, recipe.data.image, Patches(recipe.model.vision.patch))) for size in sizes]
     assert num_tiles == [5, 4, 4]
     images = [torch.full((join.num_features(size, n),), IMAGE_TOKEN) for size, n in zip(sizes, num_tiles, strict=True)]
     side = recipe.data.image.tile
@@ -185,7 +185,7 @@ def test_tokens_from_headers_are_those_of_the_processor(tmp_path: Path) -> None:
     rng = np.random.default_rng(5)
     random_sizes = [(int(w), int(h)) for w, h in np.exp(rng.uniform(0, np.log(9000), (1000, 2)))]
     for width, height in [*random_sizes, (1, 9000), (9000, 1), (336, 336), (672, 672), (1, 1)]:
-        num_items = len(item_grids(width, height, recipe.data.image, 14))
+        num_items = len(item_grids(width, height, recipe.data.image, Patches(14)))
         expected = counter._get_number_of_features(height, width, 336, 336) - 1
         assert join.num_features((width, height), num_items) == expected, (width, height)
         rows = join.features((width, height), num_items).rows

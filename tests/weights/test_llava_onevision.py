@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mmtrain.data import build_index
-from mmtrain.data.media.image_grids import item_grids
+from mmtrain.data.media.image_grids import Patches, item_grids
 from mmtrain.data.media.joined_tiles import TileJoin, join_media
 from mmtrain.data.media.vision_items import VisionItemDecoder
 from mmtrain.data.text.load_tokenizer import load_tokenizer
@@ -87,7 +87,11 @@ def _num_items(sizes: list[tuple[int, int] | None], recipe: Recipe) -> list[int]
     assert recipe.model.vision is not None
     patch, num_images = recipe.model.vision.patch, len([size for size in sizes if size])
     return [
-        NUM_FRAMES if size is None else 1 if num_images > 1 else len(item_grids(*size, recipe.data.image, patch))
+        NUM_FRAMES
+        if size is None
+        else 1
+        if num_images > 1
+        else len(item_grids(*size, recipe.data.image, Patches(patch)))
         for size in sizes
     ]
 
@@ -167,7 +171,7 @@ def test_tokens_from_headers_are_those_of_the_processor(tmp_path: Path) -> None:
     random_sizes = [(int(w), int(h)) for w, h in np.exp(rng.uniform(0, np.log(9000), (1000, 2)))]
     num_shrunk = 0
     for width, height in [*random_sizes, (1, 9000), (9000, 1), (384, 384), (2304, 2304), (1, 1)]:
-        num_items = len(item_grids(width, height, recipe.data.image, 14))
+        num_items = len(item_grids(width, height, recipe.data.image, Patches(14)))
         expected = counter._get_number_of_features(height, width, 384, 384)
         assert join.num_features((width, height), num_items) == expected, (width, height)
         mix = join.features((width, height), num_items)

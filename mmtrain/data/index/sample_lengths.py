@@ -11,7 +11,7 @@ from mmtrain.data.callbacks import NotifyCallback
 from mmtrain.data.formats.read_source import read_samples
 from mmtrain.data.formats.sample import PLURALS, Quarantined, Sample, find_unusable, is_document_sample
 from mmtrain.data.index.media_versions import MediaVersions, run_tasks
-from mmtrain.data.media.image_grids import MediumItems, item_grids
+from mmtrain.data.media.image_grids import MediumItems, Patches, item_grids
 from mmtrain.data.media.item_readers import ITEM_READERS, ItemReader
 from mmtrain.data.media.joined_tiles import TileJoin
 from mmtrain.data.media.media_bytes import BadMediaError, FileMedia, Media, ParquetCell
@@ -351,5 +351,5 @@ class _SampleMeasurer:
 
 def count_image_features(width: int, height: int, settings: VisionSettings, image: ImageSettings) -> int:
     """Return the LLM tokens of an image of `width` x `height` pixels that is alone in its sample."""
-    grids = item_grids(width, height, image, settings.patch, settings.merge, settings.max_side, settings.temporal_patch)
+    grids = item_grids(width, height, image, Patches.of(settings))
     return FeatureCounter.of(settings, image).count(MediumItems(grids, image_size=(width, height)))

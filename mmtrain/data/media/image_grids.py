@@ -9,10 +9,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from PIL import Image
 
 from mmtrain.recipe.settings.data_settings import ImageSettings
+from mmtrain.recipe.settings.vision_settings import VisionSettings
 
 Grid = tuple[int, int]
 Canvases = tuple[tuple[int, int], ...]  # height, width in pixels
@@ -45,40 +47,44 @@ class MediumGrid:
     cols: int
 
 
-def item_grids(
-    width: int,
-    height: int,
-    settings: ImageSettings,
-    patch: int,
-    merge: int = 1,
-    max_side: int = 1 << 30,
-    temporal_patch: int = 1,
-) -> tuple[Grid, ...]:
+class Patches(NamedTuple):
+    """How an encoder cuts its pictures."""
+
+    side: int  # of a patch in pixels
+    merge: int = 1  # patches that are merged along each side
+    max_side: int = 1 << 30  # most patches along a side
+    frames: int = 1  # that a patch joins
+
+    @classmethod
+    def of(cls, vision: VisionSettings) -> "Patches":
+        """Return those of an encoder's settings."""
+        return cls(vision.patch, vision.merge, vision.max_side, vision.temporal_patch)
+
+    @property
+    def merged_side(self) -> int:
+        """Return the side of a merged patch in pixels."""
+        return self.side * self.merge
+
+
+def item_grids(width: int, height: int, settings: ImageSettings, patches: Patches) -> tuple[Grid, ...]:
     """Return the grids of the items of an image of `width` x `height` pixels: one item, or one for each tile."""
     if settings.scheme in ("tiles", "pinpoints"):
-        side = settings.tile // patch
+        side = settings.tile // patches.side
         return ((side, side),) * num_tiles(width, height, settings)
-    return (frame_grid(width, height, settings, patch, merge, max_side, temporal_patch),)
+    return (frame_grid(width, height, settings, patches),)
 
 
-def frame_grid(
-    width: int,
-    height: int,
-    settings: ImageSettings,
-    patch: int,
-    merge: int = 1,
-    max_side: int = 1 << 30,
-    temporal_patch: int = 1,
-) -> Grid:
+def frame_grid(width: int, height: int, settings: ImageSettings, patches: Patches) -> Grid:
     """Return the grid of a picture that becomes one item, as a frame of a video does; with tiles it is one tile.
 
-    temporal_patch: frames that a patch joins, which count where they share the limits of pixels.
+    The frames that a patch joins count where they share the limits of pixels.
     """
     if settings.scheme == "native" and settings.pixel_limits == "frames":
-        return video_grid(width, height, temporal_patch, settings, (patch, temporal_patch, merge, max_side))
+        return video_grid(width, height, patches.frames, settings, patches)
     if settings.scheme == "native":
-        return native_grid(width, height, settings.min_pixels, settings.max_pixels, patch, merge, max_side)
-    side = (settings.size if settings.scheme == "fixed" else settings.tile) // patch
+        side, merge, max_side, _ = patches
+        return native_grid(width, height, settings.min_pixels, settings.max_pixels, side, merge, max_side)
+    side = (settings.size if settings.scheme == "fixed" else settings.tile) // patches.side
     return side, side
 
 
@@ -101,26 +107,22 @@ def native_grid(
     return _within_sides(rows, cols, merge, max_side)
 
 
-def video_grid(
-    width: int, height: int, num_frames: int, settings: ImageSettings, patches: tuple[int, int, int, int]
-) -> Grid:
+def video_grid(width: int, height: int, num_frames: int, settings: ImageSettings, patches: Patches) -> Grid:
     """Return the grid of each frame of a video whose frames share the limits of `settings`, as Qwen3-VL resizes it.
 
-    patches: side of a patch in pixels, frames in a patch, patches that are merged along each side, and most patches
-        along a side. This is `smart_resize` of `Qwen3VLVideoProcessor` in `transformers`.
+    This is `smart_resize` of `Qwen3VLVideoProcessor` in `transformers`.
     """
-    patch, temporal_patch, merge, max_side = patches
-    unit = patch * merge
+    unit = patches.merged_side
     width, height = enlarge_to_patch(width, height, unit)
     rows, cols = round(height / unit), round(width / unit)
-    pixels = round(num_frames / temporal_patch) * temporal_patch * rows * cols * unit**2
+    pixels = round(num_frames / patches.frames) * patches.frames * rows * cols * unit**2
     if pixels > settings.max_pixels:
         scale = math.sqrt(num_frames * height * width / settings.max_pixels)
         rows, cols = math.floor(height / scale / unit), math.floor(width / scale / unit)
     elif pixels < settings.min_pixels:
         scale = math.sqrt(settings.min_pixels / (num_frames * height * width))
         rows, cols = math.ceil(height * scale / unit), math.ceil(width * scale / unit)
-    return _within_sides(rows, cols, merge, max_side)
+    return _within_sides(rows, cols, patches.merge, patches.max_side)
 
 
 def enlarge_to_patch(width: int, height: int, unit: int) -> tuple[int, int]:

@@ -15,6 +15,7 @@ from mmtrain.data.media.image_grids import (
     MAX_ASPECT,
     Grid,
     MediumItems,
+    Patches,
     best_canvas,
     enlarge_to_patch,
     frame_grid,
@@ -65,13 +66,13 @@ def read_vision_items(
 ) -> MediumItems:
     """Return the items of an image or video, from its header alone. Raises `BadMediaError`."""
     assert kind in ("image", "video"), kind
-    patch_settings = vision.patch, vision.merge, vision.max_side, vision.temporal_patch
+    patches = Patches.of(vision)
     if kind == "image":
         width, height = read_image_size(media, image.max_source_pixels)
         is_enlarged = image.pixel_limits == "frames"
-        shown = enlarge_to_patch(width, height, vision.patch * vision.merge) if is_enlarged else (width, height)
+        shown = enlarge_to_patch(width, height, patches.merged_side) if is_enlarged else (width, height)
         _check_aspect(media, *shown, image)
-        return MediumItems(item_grids(width, height, image, *patch_settings), image_size=(width, height))
+        return MediumItems(item_grids(width, height, image, patches), image_size=(width, height))
     whole = read_video_header(media, image.max_source_pixels)
     header = cut_header(whole, video)
     if header != whole and video.long_clips == "reject":
@@ -82,12 +83,11 @@ def read_vision_items(
     num_items = -(-num_frames // vision.temporal_patch)
     of_frames = frame_settings(image, video)
     if video.pixel_limits == "video" and image.scheme == "native":
-        _check_aspect(media, *enlarge_to_patch(header.width, header.height, vision.patch * vision.merge), image)
-        patches = vision.patch, vision.temporal_patch, vision.merge, vision.max_side
+        _check_aspect(media, *enlarge_to_patch(header.width, header.height, patches.merged_side), image)
         grid = video_grid(header.width, header.height, max(num_frames, vision.temporal_patch), of_frames, patches)
     else:
         _check_aspect(media, header.width, header.height, image)
-        grid = frame_grid(header.width, header.height, of_frames, *patch_settings)
+        grid = frame_grid(header.width, header.height, of_frames, patches)
     frames_per_second = num_frames / header.num_frames * header.frames_per_second
     times = _item_times(num_items, frames_per_second, video, vision)
     return MediumItems((grid,) * num_items, times, find_item_tenths(header, video, vision.temporal_patch))
