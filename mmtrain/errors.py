@@ -22,7 +22,7 @@
 `RetiredSettingWarning` is a warning: a recipe has a setting that a later version will reject.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -116,3 +116,11 @@ def writing(option: str, path: Path, what: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(f"{option} {path}: cannot write the {what}: {error.strerror or error}") from None
+
+
+def first_lines(problems: Sequence[str], most: int) -> str:
+    """Write the first problems below one another, each on an indented line, and how many more there are."""
+    lines = [f"\n  {problem}" for problem in problems[:most]]
+    if len(problems) > most:
+        lines.append(f"\n  and {len(problems) - most} more")
+    return "".join(lines)

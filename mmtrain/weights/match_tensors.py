@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import takewhile
 
-from mmtrain.errors import ModelFolderError
+from mmtrain.errors import ModelFolderError, first_lines
 from mmtrain.families import ModelFolder, ParameterSource
 from mmtrain.families.weight_layouts import respell, sources_by_tensor
 from mmtrain.weights.folder_tensors import DTYPES, FolderTensors
@@ -60,11 +60,9 @@ def match_tensors(
     )
     problems = [*_missing(shapes, stored, unknown), *_unknown(unknown, shapes), *_misshaped(shapes, stored)]
     if problems:
-        shown = problems[:MAX_NAMES_IN_MESSAGE]
-        rest = f"\n  and {len(problems) - len(shown)} more" if len(problems) > len(shown) else ""
         raise ModelFolderError(
             f"{setting}: the weights in {folder.path} are not those of its config.json ({family.name}), "
-            f"{len(problems)} differ{_remedy(stored)}:\n  " + "\n  ".join(shown) + rest
+            f"{len(problems)} differ{_remedy(stored)}:" + first_lines(problems, MAX_NAMES_IN_MESSAGE)
         )
     passed_over = stored.tensors.keys() - expected_names
     by_name = {source.name: source for source in sources}

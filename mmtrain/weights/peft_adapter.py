@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mmtrain.errors import ModelFolderError
+from mmtrain.errors import ModelFolderError, first_lines
 from mmtrain.families import ParameterSource
 from mmtrain.families.stored_tensors import read_header
 from mmtrain.models.shapes.layer_shape import is_of_expert
@@ -89,12 +89,9 @@ def open_adapter(folder: Path, sources: Iterable[ParameterSource]) -> PeftAdapte
     stored = FolderTensors(folder, read_header(folder, WEIGHTS_NAME))
     parts, problems = _match(list(sources), stored, rank)
     if problems:
-        shown = problems[:MAX_NAMES_IN_MESSAGE]
-        rest = f"\n  and {len(problems) - len(shown)} more" if len(problems) > len(shown) else ""
         raise ModelFolderError(
-            f"the adapter in {folder} does not fit the model of model.hf, {len(problems)} tensors differ:\n  "
-            + "\n  ".join(shown)
-            + rest
+            f"the adapter in {folder} does not fit the model of model.hf, {len(problems)} tensors differ:"
+            + first_lines(problems, MAX_NAMES_IN_MESSAGE)
         )
     return PeftAdapter(parts, rank, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank), stored)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from rich.console import Console
 
 from mmtrain.checkpoint import find, open_newest_good
-from mmtrain.errors import MmtrainError, UserError
+from mmtrain.errors import MmtrainError, UserError, first_lines
 from mmtrain.models.shapes.model_shape import build_model_shape
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.execution.activity import Activity
@@ -90,11 +90,9 @@ def require_fitting_weights(weights: StartWeights | None, recipe: Recipe, world:
     problems = [*weights.differing_names, *sorted(misshaped)]
     if not problems:
         return
-    shown = problems[:MAX_NAMES_IN_MESSAGE]
-    rest = f"\n  and {len(problems) - len(shown)} more" if len(problems) > len(shown) else ""
     raise UserError(
         f"train.init_from: the run in {recipe.train.init_from} trained another model, {len(problems)} parameters "
-        "differ:\n  " + "\n  ".join(shown) + rest
+        "differ:" + first_lines(problems, MAX_NAMES_IN_MESSAGE)
     )
 
 
