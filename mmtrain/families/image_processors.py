@@ -207,6 +207,7 @@ def _native(section: ConfigSection) -> Settings:
 def _native_of_frames(section: ConfigSection) -> Settings:
     """Keep the aspect ratio, within limits that count the frames of a patch."""
     section.pass_over("merge_size", "temporal_patch_size")
+    section.pass_over("min_pixels", "max_pixels")  # `size` alone has an effect there
     size, is_stated = section.section("size"), section.value("size") is not None
     limits = {
         "scheme": "native",
