@@ -71,6 +71,12 @@ class ParameterSource:
             shapes[block.tensor] = tuple(map(max, known, ends))
         return shapes
 
+    def view_shape(self) -> tuple[int, ...]:
+        """Return the shape of the full view that its blocks cover."""
+        return tuple(
+            max(hi for _, hi in sides) for sides in zip(*(block.view_box for block in self.blocks), strict=True)
+        )
+
     def with_tokens(self, num_tokens: int) -> "ParameterSource":
         """Return the same parameter for a vocabulary of another size; one that has no row for each token as it is."""
         if not self.has_token_rows:

@@ -11,8 +11,9 @@ from mmtrain.costs.choose import expert_spread, require_model_of_run
 from mmtrain.costs.find_hardware import MAX_RATIO_OF_DEVICES
 from mmtrain.errors import PlanError
 from mmtrain.models.shapes.model_shape import build_model_shape, with_expert_spread
-from mmtrain.planning.advise.infeasible import explain_infeasible, has_meshes
+from mmtrain.planning.advise.infeasible import explain_infeasible
 from mmtrain.planning.artifact.plan import Placement
+from mmtrain.planning.search.strategies import has_meshes
 from mmtrain.planning.space.budget import DEFAULT_BUDGET, MeshBudget, SearchBudget
 from mmtrain.planning.space.constraints import RecomputeMode, UnitChoices, encoder_microbatches, unit_choices
 from mmtrain.planning.space.problem import Cluster, Constraints, PlanningProblem, PlanRequest

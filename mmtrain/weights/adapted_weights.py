@@ -10,7 +10,7 @@ from mmtrain.models.shapes.layer_shape import LoraShape, is_adapter
 from mmtrain.models.shapes.model_shape import build_model_shape
 from mmtrain.models.shapes.param_spec import ParamSpec
 from mmtrain.recipe import Recipe
-from mmtrain.weights.adapters import adapted_weights, weight_of_adapter
+from mmtrain.weights.adapters import adapted_weights, row_places, weight_of_adapter
 from mmtrain.weights.export_weights import source_folder
 from mmtrain.weights.import_weights import PretrainedWeights, open_pretrained
 from mmtrain.weights.peft_adapter import AdapterPart, PeftAdapter, open_adapter
@@ -144,11 +144,8 @@ def _place(full: "torch.Tensor", matrix: "torch.Tensor", part: AdapterPart, sour
     if part.tensor is None:
         full.copy_(matrix.reshape(full.shape))
         return
-    for block in source.blocks:
-        if block.tensor == part.tensor:
-            lo, hi = block.tensor_box[0]
-            place = full[tuple(slice(*rows) for rows in block.view_box[:-1])]
-            place.copy_(matrix[lo:hi].reshape(place.shape))
+    for rows, place in row_places(source, part.tensor):
+        full[place] = matrix[rows].reshape(full[place].shape)
 
 
 def _shard(full: "torch.Tensor", spec: ParamSpec, tp_rank: int, tp: int) -> "torch.Tensor":

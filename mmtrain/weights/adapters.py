@@ -1,8 +1,10 @@
 """The adapters of a run, and its parameters as a checkpoint holds them, whole."""
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from mmtrain.checkpoint import Checkpoint, ShardSpec
+from mmtrain.families import ParameterSource
 from mmtrain.models.shapes.layer_shape import LoraShape, adapter_parameters
 from mmtrain.models.shapes.model_shape import ModelShape
 
@@ -34,6 +36,13 @@ def weight_of_adapter(parameter: str) -> str:
 def merge_adapter(weight: "torch.Tensor", a: "torch.Tensor", b: "torch.Tensor", scale: float) -> "torch.Tensor":
     """Return W + scale * B A in fp32, of matrices in any dtype; B may have its rows in groups, as the weight has."""
     return weight.float() + scale * (b.float() @ a.float())
+
+
+def row_places(source: ParameterSource, tensor: str) -> Iterator[tuple[slice, tuple[slice, ...]]]:
+    """Yield rows of a folder's tensor, and where the full view of our parameter has them: B of an adapter, too."""
+    for block in source.blocks:
+        if block.tensor == tensor:
+            yield slice(*block.tensor_box[0]), tuple(slice(*sides) for sides in block.view_box[:-1])
 
 
 def read_parameter(checkpoint: Checkpoint, name: str) -> "torch.Tensor":

@@ -6,8 +6,12 @@ files hold them apart. `peft` adapts these (`LoraConfig.target_parameters`): A o
 expert has an adapter of its own there too, and both forms hold the same numbers.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
+
+from mmtrain.families import ParameterSource
+from mmtrain.models.shapes.layer_shape import is_of_expert
 
 if TYPE_CHECKING:
     import torch
@@ -27,6 +31,23 @@ def module_in_transformers(tensor: str) -> str:
     name = tensor.replace(".block_sparse_moe.", ".mlp.")  # folders of Mixtral keep the names of old versions
     block, is_of_experts, _ = name.partition(_EXPERTS)
     return f"{block}.experts" if is_of_experts else name.removesuffix(".weight")
+
+
+def experts_by_linear(sources: Iterable[ParameterSource]) -> dict[tuple[str, str], list[ParameterSource]]:
+    """Return the weights of experts in their order, by the module that holds all of a block, and by linear."""
+    experts: dict[tuple[str, str], list[ParameterSource]] = {}
+    for source in sources:
+        if is_of_expert(source.name):
+            linear = module_in_transformers(source.blocks[0].tensor), source.name.split(".")[-2]
+            experts.setdefault(linear, []).append(source)
+    return experts
+
+
+def joined_shapes(experts: Sequence[ParameterSource], rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return the shapes of `peft`'s A and B of all experts whose weights these are, with adapters of this rank."""
+    *outputs, inputs = experts[0].view_shape()
+    rank_of_all = rank * len(experts)
+    return (rank_of_all, inputs), (math.prod(outputs), rank_of_all)
 
 
 def join_experts(halves: "Sequence[tuple[torch.Tensor, torch.Tensor]]") -> "tuple[torch.Tensor, torch.Tensor]":

@@ -1,7 +1,6 @@
 """Write the adapters of a run as a folder that `peft` loads on top of the model that the run started from."""
 
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +16,15 @@ from mmtrain.models.shapes.layer_shape import LoraShape, is_adapter, is_of_exper
 from mmtrain.models.shapes.model_shape import ModelShape, build_model_shape
 from mmtrain.models.shapes.param_spec import ParamSpec
 from mmtrain.recipe import Recipe
-from mmtrain.weights.adapters import adapted_weights, adapter_names, read_parameter
-from mmtrain.weights.expert_adapters import EXPERT_TENSORS, TARGETED_AS_PARAMETERS, join_experts, module_in_transformers
+from mmtrain.weights.adapters import adapted_weights, adapter_names, read_parameter, row_places
+from mmtrain.weights.expert_adapters import (
+    EXPERT_TENSORS,
+    TARGETED_AS_PARAMETERS,
+    experts_by_linear,
+    join_experts,
+    joined_shapes,
+    module_in_transformers,
+)
 from mmtrain.weights.export_weights import media_settings, source_folder
 from mmtrain.weights.import_weights import open_pretrained
 from mmtrain.weights.peft_adapter import CONFIG_NAME, PREFIX, WEIGHTS_NAME
@@ -44,10 +50,7 @@ class _Adapted:
         if self.tensor is not None:
             rows, inputs = self.sources[0].tensor_shapes()[self.tensor]
             return (self.lora.rank, inputs), (rows, self.lora.rank)
-        ends = [tuple(hi for _, hi in block.view_box) for block in self.sources[0].blocks]
-        *outputs, inputs = map(max, zip(*ends, strict=True))
-        rank_of_all = self.lora.rank * len(self.sources)
-        return (rank_of_all, inputs), (math.prod(outputs), rank_of_all)
+        return joined_shapes(self.sources, self.lora.rank)
 
     def read(self, checkpoint: Checkpoint) -> "tuple[torch.Tensor, torch.Tensor]":
         """Return A and B in the form of `peft`."""
@@ -58,16 +61,13 @@ class _Adapted:
         if self.tensor is None:
             return join_experts(halves)
         [(a, b)] = halves
-        return a, self._rows_of_tensor(b)
+        return a, self._rows_of(self.tensor, b)
 
-    def _rows_of_tensor(self, b: "torch.Tensor") -> "torch.Tensor":
+    def _rows_of(self, tensor: str, b: "torch.Tensor") -> "torch.Tensor":
         """Return B (rows, rank) of one of the folder's linears, cut out of that of ours: the rows of its weight."""
         rows = b.new_empty(self.shapes[1])
-        for block in self.sources[0].blocks:
-            if block.tensor == self.tensor:
-                lo, hi = block.tensor_box[0]
-                view = tuple(slice(start, stop) for start, stop in block.view_box[:-1])
-                rows[lo:hi] = b[view].reshape(hi - lo, -1)
+        for of_tensor, place in row_places(self.sources[0], tensor):
+            rows[of_tensor] = b[place].reshape(rows[of_tensor].shape)
         return rows
 
 
@@ -75,15 +75,10 @@ def _adapted_modules(sources: Sequence[ParameterSource], weights: Mapping[str, L
     """Return what has adapters in `transformers`, for those of our weights that have them."""
     adapted = [source for source in sources if source.name in weights]
     has_experts = any(is_of_expert(source.name) for source in sources)
-    of_experts: dict[tuple[str, str], list[ParameterSource]] = {}
+    of_experts = experts_by_linear(adapted)
     modules = []
     for source in adapted:
-        linear = source.name.split(".")[-2]
-        if is_of_expert(source.name):
-            module = module_in_transformers(source.blocks[0].tensor)
-            of_experts.setdefault((module, linear), []).append(source)
-            continue
-        for tensor in source.tensor_shapes():
+        for tensor in () if is_of_expert(source.name) else source.tensor_shapes():
             module = module_in_transformers(tensor)
             target = tensor if has_experts and module.endswith(TARGETED_AS_PARAMETERS) else module
             modules.append(_Adapted(module, target, tensor, (source,), weights[source.name]))

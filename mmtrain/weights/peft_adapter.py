@@ -12,7 +12,13 @@ from mmtrain.errors import ModelFolderError, first_lines
 from mmtrain.families import ParameterSource
 from mmtrain.families.stored_tensors import read_header
 from mmtrain.models.shapes.layer_shape import is_of_expert
-from mmtrain.weights.expert_adapters import EXPERT_TENSORS, module_in_transformers, split_experts
+from mmtrain.weights.expert_adapters import (
+    EXPERT_TENSORS,
+    experts_by_linear,
+    joined_shapes,
+    module_in_transformers,
+    split_experts,
+)
 from mmtrain.weights.folder_tensors import DTYPES, FolderTensors
 
 if TYPE_CHECKING:
@@ -159,22 +165,13 @@ def _match(
 def _fits(sources: list[ParameterSource], rank: int) -> dict[str, list[_Fit]]:
     """Return what an adapter of a rank may be on, by module of `transformers`."""
     fits: dict[str, list[_Fit]] = {}
-    experts: dict[tuple[str, str], list[ParameterSource]] = {}
     for source in sources:
-        if is_of_expert(source.name):
-            linear = module_in_transformers(source.blocks[0].tensor), source.name.split(".")[-2]
-            experts.setdefault(linear, []).append(source)
-            continue
-        for tensor, shape in source.tensor_shapes().items():
+        for tensor, shape in () if is_of_expert(source.name) else source.tensor_shapes().items():
             if len(shape) == 2 and tensor.endswith(".weight"):
                 shapes = (rank, shape[1]), (shape[0], rank)
                 fits.setdefault(module_in_transformers(tensor), []).append(_Fit(shapes, [source.name], tensor))
-    for (module, _), of_linear in experts.items():
-        boxes = zip(*(block.view_box for block in of_linear[0].blocks), strict=True)
-        *outputs, inputs = (max(hi for _, hi in box) for box in boxes)
-        rank_of_all = rank * len(of_linear)
-        shapes = (rank_of_all, inputs), (math.prod(outputs), rank_of_all)
-        fits.setdefault(module, []).append(_Fit(shapes, [source.name for source in of_linear]))
+    for (module, _), experts in experts_by_linear(sources).items():
+        fits.setdefault(module, []).append(_Fit(joined_shapes(experts, rank), [expert.name for expert in experts]))
     return fits
 
 

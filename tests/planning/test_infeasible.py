@@ -12,8 +12,9 @@ import pytest
 from mmtrain.errors import PlanError
 from mmtrain.models.shapes.model_shape import build_model_shape
 from mmtrain.planning import Plan
-from mmtrain.planning.advise.infeasible import explain_infeasible, has_meshes, nearest_rank_counts
+from mmtrain.planning.advise.infeasible import explain_infeasible, nearest_rank_counts
 from mmtrain.planning.artifact.plan import Placement
+from mmtrain.planning.search.strategies import has_meshes
 from mmtrain.planning.space.constraints import UnitChoices, unit_choices
 from mmtrain.recipe.settings.schema import Recipe
 from tests.planning.factory import VISION, lengths, recipe

@@ -1,13 +1,13 @@
 """Explain why no mesh uses the available ranks: name contradicting settings and possible numbers of ranks."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations, product
 
 from mmtrain.planning.artifact.plan import Placement
-from mmtrain.planning.colocated.colocated_search import has_colocated_meshes
-from mmtrain.planning.search.mesh_enumeration import has_pipelined_meshes, has_replicated_mesh, shared_meshes
-from mmtrain.planning.space.constraints import UnitChoices, format_sizes
+from mmtrain.planning.search.mesh_enumeration import Choices, shared_meshes
+from mmtrain.planning.search.strategies import has_meshes
+from mmtrain.planning.space.constraints import format_sizes
 from mmtrain.program.ir.graph import LLM
 from mmtrain.recipe.settings.modalities import dotted_unit
 from mmtrain.recipe.settings.parallel_settings import ParallelSettings, UnitParallel
@@ -16,16 +16,6 @@ from mmtrain.recipe.settings.schema import Recipe
 MAX_RANK_COUNT_DISTANCE = 64  # ranks more or fewer up to which other numbers of ranks are suggested
 MAX_CLASHING_SETTINGS = 3  # settings that are named together; more would hardly help
 _SETTINGS = ("tp", "pp", "dp", "vpp", "layers_per_chunk", "num_microbatches")
-Choices = Mapping[str, UnitChoices]
-
-
-def has_meshes(choices: Choices, ranks: int, placement: Placement) -> bool:
-    """Return whether a placement has meshes that use exactly `ranks` ranks."""
-    if placement == "colocated":
-        return has_colocated_meshes(choices, ranks)
-    if placement == "replicated":
-        return has_replicated_mesh(choices, ranks)
-    return has_pipelined_meshes(choices, ranks, placement)
 
 
 def nearest_rank_counts(choices: Choices, ranks: int, placements: Sequence[Placement]) -> list[int]:

@@ -17,13 +17,15 @@ from typing import Protocol
 
 from mmtrain.planning.artifact.layout import MeshSize
 from mmtrain.planning.artifact.plan import Placement
-from mmtrain.planning.colocated.colocated_search import ColocatedStrategy
+from mmtrain.planning.colocated.colocated_search import ColocatedStrategy, has_colocated_meshes
 from mmtrain.planning.evaluate.evaluator import Evaluator
 from mmtrain.planning.search.allocation_order import StepEstimate, most_split_assignments, ordered_assignments
 from mmtrain.planning.search.best_first_search import AllocatedCandidates, BestFirstSearch
 from mmtrain.planning.search.mesh_enumeration import (
     Choices,
     all_disaggregated,
+    has_pipelined_meshes,
+    has_replicated_mesh,
     lower_bound,
     unified_assignments,
     unit_mesh_sizes,
@@ -132,6 +134,15 @@ STRATEGIES: Mapping[Placement, PlacementStrategy] = {
     "colocated": ColocatedStrategy(),
     "replicated": ReplicatedStrategy(),
 }
+
+
+def has_meshes(choices: Choices, ranks: int, placement: Placement) -> bool:
+    """Return whether a placement has meshes that use exactly `ranks` ranks."""
+    if placement == "colocated":
+        return has_colocated_meshes(choices, ranks)
+    if placement == "replicated":
+        return has_replicated_mesh(choices, ranks)
+    return has_pipelined_meshes(choices, ranks, placement)
 
 
 class StrategySearches:

@@ -22,7 +22,7 @@ from mmtrain.planning.evaluate.evaluator import Evaluator
 from mmtrain.planning.layer_costs.layer_costs import LayerCosts
 from mmtrain.planning.layer_costs.sampled_loads import SampledLoads
 from mmtrain.planning.layer_costs.token_splits import with_token_splits
-from mmtrain.planning.search.strategies import StrategySearches
+from mmtrain.planning.search.strategies import StrategySearches, has_meshes
 from mmtrain.planning.space.budget import QUICK_BUDGET, SearchBudget
 from mmtrain.planning.space.candidate import Candidate, SearchResults
 from mmtrain.planning.space.problem import PlanningProblem, PlanRequest
@@ -99,11 +99,18 @@ def _expert_parallel_sizes(problem: PlanningProblem) -> list[int]:
     moe, shard = recipe.model.llm.moe, recipe.parallel.shard
     if moe is None or recipe.parallel.llm.ep is not None:
         return []
-    num_replicas = [dp * cp for dp, cp in product(llm.dp, llm.cp)]
-    sizes = [2**i for i in range(max(num_replicas).bit_length())]
+    most_replicas = max(dp * cp for dp, cp in product(llm.dp, llm.cp))
+    sizes = [2**i for i in range(most_replicas.bit_length()) if moe.experts % 2**i == 0]
     if isinstance(shard, int):
         sizes = [ep for ep in sizes if shard_holds_experts(shard, ep)]
-    return [ep for ep in sizes if moe.experts % ep == 0 and any(number % ep == 0 for number in num_replicas)]
+    return [ep for ep in sizes if _has_meshes_with(problem, ep)]
+
+
+def _has_meshes_with(problem: PlanningProblem, ep: int) -> bool:
+    """Return whether the first placement has meshes whose replicas hold the experts on `ep` ranks."""
+    choices = {**problem.choices, LLM: replace(problem.choices[LLM], ep=ep)}
+    placement = problem.constraints.placements[0]
+    return any(has_meshes(choices, count, placement) for count in problem.cluster.rank_counts)
 
 
 def with_faster_activations(evaluator: Evaluator, found: SearchResults) -> Evaluator | None:

@@ -120,7 +120,7 @@ class StepMetricsReducer:
     def corrected_table(self, ratios: RecordedRatios, loads: StepLoads, run: str) -> CostTable:
         """Return the costs that steps are predicted with, corrected by what the run `run` recorded.
 
-        loads: of a step, by which what is due to unequal loads of experts is told from the rest.
+        loads: of a step; they tell how much of a ratio comes from unequal loads of experts.
         """
         spread = statistics.median(self._expert_spreads) if self._expert_spreads else None
         if spread is not None:
