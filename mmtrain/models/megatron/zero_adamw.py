@@ -70,6 +70,7 @@ class ZeroAdamW:
         self._lr_scale = rates.lr_scale
         self._rounds_reduced = rounds_reduced
         self._reductions: dict[Any, RoundedReduction] = {}  # under way, by Megatron's bucket
+        self._gathers: dict[BucketNumber, list[dist.Work]] = {}  # under way
         self._frozen = [p for p in params if not p.requires_grad]
         self._trained = [p for p in params if p.requires_grad]
         # A bucket of the program may have none, where all that would train in its layers is frozen by name.
@@ -170,20 +171,20 @@ class ZeroAdamW:
     def start_gather(self, chunk: int, bucket: int) -> None:
         """Start to gather a bucket's parameters from the shards of all replicas; `finish_gather` waits for them."""
         if self._groups.dp_size > 1:
-            for group in _bucket_groups(self._buffers.get((chunk, bucket))):
-                group.start_param_sync()
+            groups = _bucket_groups(self._buffers.get((chunk, bucket)))
+            self._gathers[chunk, bucket] = [work for group in groups for work in _gather_params(group)]
 
     def finish_gather(self, chunk: int, bucket: int) -> None:
         """Wait until a bucket's parameters are gathered."""
-        if self._groups.dp_size > 1:
-            for group in _bucket_groups(self._buffers.get((chunk, bucket))):
-                group.finish_param_sync(skip_next_bucket_dispatch=True)
+        for work in self._gathers.pop((chunk, bucket), ()):
+            work.wait()
 
     def gather_params(self) -> None:
         """Gather the updated parameters of all buckets from the shards of all replicas."""
-        if self._trained and self._groups.dp_size > 1:
-            for buffers in self._buffers.values():
-                buffers.start_param_sync(force_sync=True)
+        for chunk, bucket in self._buffers:
+            self.start_gather(chunk, bucket)
+        for chunk, bucket in self._buffers:
+            self.finish_gather(chunk, bucket)
 
     def set_num_updates(self, value: int) -> None:
         """Continue after `value` updates; Adam's bias correction depends on this count."""
@@ -285,12 +286,26 @@ def _buffers(params: Sequence[nn.Parameter], groups: ParallelGroups) -> Distribu
     ddp = DistributedDataParallel(config, buffers, holder, pg_collection=groups.collection(), **layout)
     for group in _bucket_groups(ddp):
         # Set here, not in `buffers`: collectives must overlap with compute, but no hook may start or await them.
-        group.ddp_config = dataclasses.replace(buffers, overlap_grad_reduce=True, overlap_param_gather=True)
+        group.ddp_config = dataclasses.replace(buffers, overlap_grad_reduce=True)
     return ddp
 
 
 def _bucket_groups(ddp: DistributedDataParallel | None) -> tuple[Any, ...]:
     return () if ddp is None else (*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups)
+
+
+def _gather_params(group: Any) -> Iterator[dist.Work]:
+    """Start to gather the parameters of a group of Megatron's buckets from the shards of its ranks.
+
+    Megatron's own `start_param_sync` does it in one coalesced operation. On gloo several of these under way write into
+    memory that is freed (torch 2.13): a process ends without a word, or trains with what was written there.
+    """
+    replicas = group.intra_distributed_optimizer_instance_group
+    for flat in group.buckets:
+        shard = flat.param_data.view(replicas.size(), -1)[replicas.rank()]
+        work = dist.all_gather_into_tensor(flat.param_data, shard, group=replicas, async_op=True)
+        assert work is not None, "only a rank outside the group has none"
+        yield work
 
 
 def _optimizer(
