@@ -257,18 +257,29 @@ class BestFirstSearch:
             self._search_alone(partial(_has_complexity_level, level), limit_s)
 
     def search_losing_placements(self) -> None:
-        """Search the placements that lost until no other layout of the same placement can be faster than its best."""
-        for placement in sorted({node.candidate.placement for node in self.queue}):
-            self._search_alone(partial(_has_placement, placement))
+        """Search the placements that lost until no other layout of the same placement can be faster than its best.
 
-    def _search_alone(self, is_searched: Callable[[Candidate], bool], limit_s: float = math.inf) -> None:
-        """Search some of the candidates by themselves, to their end or up to bounds of `limit_s` seconds."""
+        Where that is far behind, until none can be much faster.
+        """
+        for placement in sorted({node.candidate.placement for node in self.queue}):
+            self._search_alone(partial(_has_placement, placement), far_ratio=self.budget.far_loser_ratio)
+
+    def _search_alone(
+        self, is_searched: Callable[[Candidate], bool], limit_s: float = math.inf, far_ratio: float = math.inf
+    ) -> None:
+        """Search some of the candidates by themselves, to their end or up to bounds of `limit_s` seconds.
+
+        far_ratio: those whose best step takes more times as long as the fastest are searched less closely.
+        """
+        fastest_s = min((candidate.step_time_s for candidate in self.best.values()), default=math.inf)
         others = [node for node in self.queue if not is_searched(node.candidate)]
         self.queue = [node for node in self.queue if is_searched(node.candidate)]
         self.searched = is_searched
         heapq.heapify(self.queue)
         while self.queue and math.isfinite(self.queue[0].bound_s):
-            if self.queue[0].bound_s > min(self._fastest_s(), limit_s):
+            own_s = self._fastest_s()
+            slack = self.budget.far_loser_slack if own_s > fastest_s * far_ratio else 1.0
+            if self.queue[0].bound_s * slack > min(own_s, limit_s):
                 break
             self.advance(heapq.heappop(self.queue))
         self.queue += others

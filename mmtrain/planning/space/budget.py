@@ -85,6 +85,10 @@ class PartitionBudget:
     # The best partition near an anchor was at most 4.8% faster than it, in 51 assignments of a 197B model ("The search
     # glances at a sizing before it looks closely").
     anchor_estimate_discount: float = 0.95
+    # A placement whose best layout is so many times as slow as the fastest is searched until no other layout can be
+    # faster by the second ratio: half of eva_llama_26b's planning was spent on the last percents of one that lost.
+    far_loser_ratio: float = 1.1
+    far_loser_slack: float = 1.05
     num_runner_ups: int = 2  # further partitions of the fastest assignment that are simulated; chosen by hand
     # Assignments that are simulated at least, however few are shown: estimates are off by some percent, and with five
     # InternVL-26B was given a step of 4.76 s for 4.67.
