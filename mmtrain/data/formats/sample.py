@@ -25,6 +25,7 @@ QUARANTINE_REASONS = {
     "malformed": "not JSON, or not in a layout that mmtrain reads: turns, roles, texts, parts, media",
     "tools": "tools or calls of tools that cannot be read, or that the chat format has no place for",
     "chat_template": "the chat template rejects the conversation, or does not show which part of it is an answer",
+    "preference": "it holds a better and a worse answer, or says whether its answer is good; mmtrain learns answers",
     "no_answer": "no assistant turn with text to learn from",
     "target": "it says of a turn or of itself whether to learn it, by a key that cannot be followed",
     "no_caption": "it is no pair of images and a caption, which `captions: draw` of its source needs",

@@ -303,8 +303,12 @@ def check_bad_rate(quarantined: Sequence[Quarantined], total: int, allowed: floa
             f"data.seq_len: all {total} samples are longer than this; raise it, or shorten the samples. "
             f"The first one:\n  {quarantined[0]}"
         )
-    different = list(dict.fromkeys(map(str, quarantined)))
-    first = "".join(f"\n  {text}" for text in different[:MAX_SAMPLES_IN_MESSAGE])
+    different: dict[tuple[str, str], Quarantined] = {}
+    for entry in quarantined:  # a reason that many samples share is told once
+        different.setdefault((entry.kind, entry.reason), entry)
+    first = "".join(f"\n  {entry}" for entry in list(different.values())[:MAX_SAMPLES_IN_MESSAGE])
+    if len(quarantined) == total and all(q.kind == "preference" for q in quarantined):
+        raise DataError(f"data.sources: none of {total} samples can be learned; of the first: {quarantined[0].reason}")
     raise TooManyBadSamples(
         f"{len(quarantined)} of {total} samples are unusable ({_count_kinds(quarantined)}); "
         f"data.max_bad_rate = {allowed:g} allows {int(allowed * total)}. Repair them or raise the rate. "

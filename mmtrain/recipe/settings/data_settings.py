@@ -7,6 +7,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, mod
 
 from mmtrain.plugins import installed_plugins
 from mmtrain.recipe.settings.base import NOTHING, PositiveFloat, PositiveInt, Section, setting
+from mmtrain.recipe.settings.source_columns import Columns
 from mmtrain.recipe.settings.source_path import SourcePath
 from mmtrain.recipe.settings.text_settings import SpecialTokenSettings
 
@@ -74,6 +75,13 @@ class SourceSettings(Section):
         affects={"plan", "lengths"},
         description="Folder, or its URL, where relative paths of images, clips and videos start. Media must lie inside "
         "it. Default: the folder of the data file.",
+    )
+    columns: Columns = setting(
+        {},
+        affects={"plan", "lengths"},
+        added_later=True,
+        description="Where the samples of this source have what mmtrain's keys mean, if they call it otherwise: "
+        "`{messages: data.turns, images: pictures}`. Paths lead into objects, and by numbers into lists.",
     )
     weight: float = setting(
         1.0,
