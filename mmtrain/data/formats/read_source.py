@@ -5,7 +5,7 @@ A folder that the `datasets` library of Hugging Face has written with `save_to_d
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from mmtrain.data.formats.json_files import JSON_LINES_SUFFIXES, read_json
 from mmtrain.data.formats.layout_table import CONVERSATION_KEYS, CONVERSATION_KEYS_BY_FORMAT, EntryFormat
 from mmtrain.data.formats.plugin_files import read_with_plugin
 from mmtrain.data.formats.sample import Quarantined, Sample, turned_to_draw, turned_to_show, with_marks_in_front
+from mmtrain.data.formats.sample_split import SampleSplit
 from mmtrain.data.formats.webdataset import read_shard
 from mmtrain.data.optional_packages import require_package
 from mmtrain.data.remote.locations import matching_urls
@@ -38,14 +39,20 @@ _STATE_FILE = "state.json"  # of a data set: names its Arrow files
 _SPLITS_FILE = "dataset_dict.json"  # of several: names their folders
 
 
-def read_samples(source: SourceSettings, limits: LimitSettings) -> Iterator[Sample | Quarantined]:
-    """Read every sample of a source, shard by shard.
+def read_samples(
+    source: SourceSettings, limits: LimitSettings, split: SampleSplit | None = None
+) -> Iterator[Sample | Quarantined]:
+    """Read the samples of a source, shard by shard; with `split`, only those of its part.
 
     Raises `DataError` if there is no file, or if its format is not supported.
     """
     keys = CONVERSATION_KEYS_BY_FORMAT.get(source.format or "", CONVERSATION_KEYS)
     entry_format = EntryFormat(keys, ColumnPaths(source.columns))
-    samples = _with_columns_checked(source, entry_format.columns, _read_shards(source, limits, entry_format))
+    samples: Iterator[Sample | Quarantined]
+    samples = islice(_read_shards(source, limits, entry_format), source.max_samples)
+    samples = _with_columns_checked(source, entry_format.columns, samples)
+    if split is not None:  # before anything is made of them: a sample that is named twice is in one part
+        samples = split.select(source, samples)
     if source.unmarked_media == "front":
         samples = (with_marks_in_front(sample) if isinstance(sample, Sample) else sample for sample in samples)
     if source.captions == "draw":
