@@ -309,8 +309,8 @@ def check_bad_rate(quarantined: Sequence[Quarantined], total: int, allowed: floa
         return
     if len(quarantined) == total and all(q.kind == "too_long" for q in quarantined):
         raise DataError(
-            f"data.seq_len: all {total} samples are longer than this; raise it, shorten the samples, or set "
-            f"data.too_long: cut. The first one:\n  {quarantined[0]}"
+            f"data.seq_len: all {total} samples are longer than this; raise it, or shorten the samples. "
+            f"The first one:\n  {quarantined[0]}"
         )
     different: dict[tuple[str, str], Quarantined] = {}
     for entry in quarantined:  # a reason that many samples share is told once
