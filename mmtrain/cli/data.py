@@ -172,7 +172,7 @@ def latents(recipe: RecipeFile, overrides: Overrides, as_json: AsJson = False) -
 
     settings = load_recipe(recipe, overrides).recipe
     indices = [build_index(settings, notify=print_note)]
-    if settings.data.validation:
+    if settings.data.held_out_sources:
         indices.append(build_index(settings, "validation", notify=print_note))
     total = sum(len(sample.target_images) for index in indices for sample in index.samples)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

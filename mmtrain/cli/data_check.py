@@ -8,6 +8,7 @@ import typer
 from mmtrain.cli.options import AsJson, Overrides
 
 if TYPE_CHECKING:
+    from mmtrain.data.formats.sample import Quarantined
     from mmtrain.data.index.data_check import CheckReport
 
 MAX_EXAMPLES_PER_REASON = 3  # bad samples that are printed for each reason
@@ -93,10 +94,14 @@ def check_text(report: "CheckReport") -> str:
     lines = [f"{report.samples} samples, {len(report.bad)} of them bad; decoded without error: {media}{sound}"]
     for kind, count in report.kinds.items():
         lines.append(f"  {kind}: {count} ({QUARANTINE_REASONS[kind]})")
-        examples = [sample for sample in report.bad if sample.kind == kind]
-        lines += [f"    {sample}" for sample in examples[:MAX_EXAMPLES_PER_REASON]]
-        if count > MAX_EXAMPLES_PER_REASON:
-            lines.append(f"    and {count - MAX_EXAMPLES_PER_REASON} more: --out bad.jsonl lists all")
+        first_by_reason: dict[str, Quarantined] = {}
+        for sample in report.bad:
+            if sample.kind == kind:  # a reason that many samples share is told once
+                first_by_reason.setdefault(sample.reason, sample)
+        examples = list(first_by_reason.values())[:MAX_EXAMPLES_PER_REASON]
+        lines += [f"    {sample}" for sample in examples]
+        if count > len(examples):
+            lines.append(f"    and {count - len(examples)} more: --out bad.jsonl lists all")
     if not report.passed:
         lines.append(f"failed: data.max_bad_rate allows {report.allowed_rate:.2%} bad samples")
     return "\n".join(lines)

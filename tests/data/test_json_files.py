@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mmtrain.data import ChatTokenizer, Quarantined, Sample, write_quarantine
 from mmtrain.data.formats import allowed_folder as folder
-from mmtrain.data.formats.conversation import BadSampleError
+from mmtrain.data.formats.bad_sample import BadSampleError
 from mmtrain.data.formats.read_source import list_shards, read_samples
 from mmtrain.data.formats.sample import find_unusable, written_text
 from mmtrain.data.media import nearest_name
@@ -338,7 +338,7 @@ def test_messages_of_parts(tmp_path: Path) -> None:
         (_talk([{"type": "input_audio", "input_audio": {"data": "AA"}}]), "audio_url", "write it to a file"),
         (_talk([{"type": "tool"}]), "malformed", "a part of type 'tool', expected one of text, image"),
         (_talk("x", image="a.png", images=["b.png"]), "malformed", "both `image` and `images`"),
-        ({"messages": [{"role": "bot", "content": "x"}]}, "malformed", "'bot', expected one of assistant, developer"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "malformed", "'robot', expected one of assistant, bard"),
         (_talk("x", system=["Be brief."]), "malformed", "`system` is a list, expected a text"),
         (_talk("x", system="\udc00"), "malformed", "`system` is a text that is not valid Unicode"),
         ({**SYSTEM, "system": "Be long."}, "malformed", "both a `system` text and a system turn"),
@@ -416,12 +416,13 @@ def test_an_unknown_format_is_reported(tmp_path: Path, name: str, message: str) 
     ("entry", "reason"),
     [
         ("text", "found a text"),
-        ({"id": "x"}, "`conversations` is missing"),
+        ({"id": "x"}, "found the keys `id`, allowed: `conversations` or `messages`"),
+        ({"conversations": None}, "`conversations` is missing"),
         ({"conversations": []}, "`conversations` is an empty list"),
         ({"conversations": [{"from": "human"}]}, "`conversations`: message 1 of 1 has no text `value`"),
         (
             {"conversations": [{"from": "robot", "value": ""}]},
-            "'robot', expected one of assistant, developer, function",
+            "'robot', expected one of assistant, bard, bing, bot, chatgpt, developer, function",
         ),
         ({"conversations": [{"from": "human", "value": "\ud800"}]}, "not valid Unicode"),
         (GOOD | {"image": 3}, "`image` is or holds a int"),

@@ -81,6 +81,7 @@ def _with(text: str, **media: Any) -> Row:
 ROWS: dict[str, Row] = {
     "malformed": {},
     "tools": _with("hi", tools=[{"name": "f"}]),
+    "preference": {"prompt": "hm?", "chosen": "a", "rejected": "b"},
     "no_answer": row("hm?", " "),
     "image_count": row("<image><image>", "a", "good.png"),
     "audio_count": _with("<audio><audio>", audio="good.wav"),

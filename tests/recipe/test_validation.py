@@ -105,7 +105,7 @@ EXPERTS = "model.llm.moe={experts: 6, top_k: 2, ffn: 6}"
         ("train.gradient_checkpointing=true", "is parallel.llm.recompute and parallel.vision.recompute"),
         ("data.sources.0.captions=draw", "draw, but there is no model.generator; allowed: describe, or a generator"),
         ("data.sources.0.captions=both", "allowed: describe or draw"),
-        ("data.zzz=1", "unknown key; allowed here: sources, validation, share_unit"),
+        ("data.zzz=1", "unknown key; allowed here: sources, validation, validation_fraction"),
         ("data.sources.0.wieght=1", "unknown key; did you mean weight?"),
         ("model.vision.merge=2", "merge is 2, but downsample `identity` merges nothing: set merge to 1"),
         ("model.audio={layers: 1, hidden: 33, heads: 3, ffn: 8}", "hidden 33 is odd, but sinusoidal positions"),
@@ -406,6 +406,27 @@ def test_missing_settings_say_what_they_are(write: Write) -> None:
         (["train.optimizer.min_lr=0.01"], "train.optimizer.min_lr: 0.01 is above train.optimizer.lr 0.001"),
         (["train.validate_every=5"], "train.validate_every: 5, but data.validation is empty"),
         (["train.evaluate_every=5"], "train.evaluate_every: 5, but data.validation is empty"),
+        (
+            ["data.validation_fraction=0.1", "data.validation=[{path: a.json}]"],
+            "data.validation_fraction: 0.1, but data.validation names sources of held-out samples; give one",
+        ),
+        (
+            ["data.validation_fraction=1"],
+            "data.validation_fraction: found 1, allowed: a number above 0 and below 1, or null",
+        ),
+        (
+            ["data.sources=[{path: a.csv}]", "data.validation_fraction=0.5"],
+            "data.validation_fraction: 0.5, but sources that state lengths have no samples to hold out; remove it",
+        ),
+        (
+            ["data.sources=[{path: a.csv, max_samples: 3}]"],
+            "data.sources.0.max_samples: set for a source that states lengths, which has no samples; remove it",
+        ),
+        (
+            ["data.sources.0.max_samples=0"],
+            "data.sources.0.max_samples: found 0, allowed: a whole number of at least 1, or null",
+        ),
+        (["data.sources.0.columns={turns: messages}"], "data.sources.0.columns: found the key 'turns' (the key is"),
         (["data.max_sample_tokens=4096"], "data.max_sample_tokens: 4096 is above data.seq_len 2048"),
         (["data.budgets={audio: 5}"], "data.budgets.audio: no encoder of this model is called audio; allowed: vision"),
         (

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import quote, unquote
 
-from mmtrain.data.formats.conversation import BadSampleError
+from mmtrain.data.formats.bad_sample import BadSampleError
 from mmtrain.data.media.media_bytes import FileMedia
 from mmtrain.recipe.settings.source_path import RemotePath
 

@@ -5,14 +5,8 @@ LLaVA, ShareGPT:   {"conversations": [{"from": "human", "value": "<image>\nWhat 
 messages (OpenAI): {"messages": [{"role": "user", "content": "<image>What colour?"}, {"role": "assistant", ...}],
                     "images": ["a.png"], "audios": [...], "videos": [...]}
 
-FineVision:        {"texts": [{"user": "What colour?", "assistant": "red"}, ...], "images": [...]}
-                   media without marks come in front of the first question
-
-OBELICS:           {"texts": ["A red square:", null, "and a blue one:", null], "images": [null, "a.png", null, "b.png"]}
-                   a document whose texts and images take turns: one answer, in which the images are drawn
-MMC4:              {"text_list": ["A red square.", "And a blue one."],
-                    "image_info": [{"image_name": "b.png", "matched_text_index": 1}, ...]}
-                   such a document, in which each image stands in front of its sentence
+`layout_table` lists the others, which become lists of messages first. A turn may name its text `content`, `value` or
+`text`, and its role `role` or `from`.
 
 Media may also be given inside a turn: `content` as a list of parts `{"type": "text", "text": ...}` and
 `{"type": "image", "image": "a.png"}` (or `image_url`, `audio`, `video`; or the path under `path` or `url`). A path
@@ -34,12 +28,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from mmtrain.data.formats.bad_sample import BadSampleError, json_type_name
+from mmtrain.data.formats.layout_table import ANY_FORMAT, CONVERSATION_KEYS, MARK_BY_MEDIA_KIND, ROLES, EntryFormat
+from mmtrain.data.formats.layouts import to_conversation
 from mmtrain.data.formats.marks import MediaPart, ReadTurn, place_media
 from mmtrain.data.formats.sample import (
-    AUDIO_MARK,
     IMAGE_MARK,
     LITERAL_START,
-    VIDEO_MARK,
     Role,
     Sample,
     Turn,
@@ -50,22 +45,8 @@ from mmtrain.data.formats.tool_calls import BadToolsError, read_fields, read_too
 from mmtrain.data.media.media_bytes import Media
 from mmtrain.recipe.settings.modalities import MediaKind
 
-# Value of a source's `format` -> keys under which an entry may hold its turns.
-CONVERSATION_KEYS_BY_FORMAT = {"llava": ("conversations",), "messages": ("messages",)}
-CONVERSATION_KEYS = ("conversations", "messages")
-MARK_BY_MEDIA_KIND = {"image": IMAGE_MARK, "audio": AUDIO_MARK, "video": VIDEO_MARK}
 MediaResolver = Callable[[str, Any], Media]  # (kind, path, bytes or Media) -> the medium; raises BadSampleError
 
-_ROLES: dict[str, Role] = {
-    "system": "system",
-    "developer": "system",
-    "human": "user",
-    "user": "user",
-    **dict.fromkeys(("tool", "function", "observation", "function_response"), "tool"),
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "function_call": "assistant",
-}
 _PART_TYPES: dict[MediaKind, tuple[str, ...]] = {  # which are also keys of the part
     "image": ("image", "image_url"),
     "audio": ("audio", "audio_url", "input_audio"),
@@ -75,21 +56,8 @@ _MEDIA_KEYS = {kind: (kind, f"{kind}s") for kind in _PART_TYPES}  # kind -> its 
 _MEDIA_KIND_BY_PART_TYPE = {name: kind for kind, names in _PART_TYPES.items() for name in names}
 _CONTENT_KEYS = ("bytes", "path", "url")  # of a part, or of an object in place of a path, the preferred one first
 _EMBEDDING_KEYS = ("bytes", "base64", "data", "source", "file", "file_id")  # by which layouts hold a medium itself
-_PLAIN_TURN_KEYS = frozenset(("role", "content", "from", "value", "name", "tool_calls", "tool_call_id"))
-_SENTENCES_KEY, _MATCHES_KEY = "text_list", "image_info"  # of a document of MMC4
-_MATCH_KEYS = ("image_name", "matched_text_index")
-_CAPTION_KEYS = ("caption", "text", "txt")
-PAIRS_KEY = "texts"  # a list of questions and answers; or of the texts of a document, null where an image stands
-TEXT_KEYS = (*CONVERSATION_KEYS, PAIRS_KEY, *_CAPTION_KEYS)  # each of which makes an entry a sample
-
-
-class BadSampleError(Exception):
-    """A sample that cannot be used; `kind` is one of `QUARANTINE_REASONS`."""
-
-    def __init__(self, kind: str, reason: str) -> None:
-        super().__init__(reason)
-        self.kind = kind
-        self.reason = reason
+_TEXT_KEYS = ("content", "value", "text")  # of a turn
+_PLAIN_TURN_KEYS = frozenset(("role", "from", *_TEXT_KEYS, "name", "tool_calls", "tool_call_id"))
 
 
 class _BadTurnError(BadSampleError):
@@ -104,7 +72,7 @@ def build_sample(
     source: str,
     index: int,
     resolve_media: MediaResolver,
-    keys: tuple[str, ...] = CONVERSATION_KEYS,
+    entry_format: EntryFormat = ANY_FORMAT,
     default_id: str = "",
 ) -> Sample:
     """Build the sample of one entry.
@@ -114,30 +82,24 @@ def build_sample(
         source: the file it was read from.
         index: its position in that file, from 0.
         resolve_media: turns the paths of the entry into media.
-        keys: the keys under which its turns may be, in order of preference.
+        entry_format: which layouts it may have, by keys that are already ours.
         default_id: the sample's id where the entry has no `id`; by default its position.
 
     Raises:
         BadSampleError: the entry cannot be used.
     """
     if not isinstance(entry, dict):
-        expected = "` or `".join(keys)
+        expected = "` or `".join(entry_format.keys)
         raise BadSampleError("malformed", f"found {json_type_name(entry)}, expected an object with `{expected}`")
-    if keys == CONVERSATION_KEYS and _SENTENCES_KEY in entry and _MATCHES_KEY in entry:
-        entry = _matches_to_document(entry)
-    has_texts = keys == CONVERSATION_KEYS and PAIRS_KEY in entry and not any(key in entry for key in keys)
-    is_pairs = has_texts and not is_document(entry)
-    if has_texts and not is_pairs:
-        entry = _document_to_conversation(entry)
-    if is_pairs:
-        entry = {**entry, "messages": _pairs_to_messages(entry[PAIRS_KEY])}
+    conversation = to_conversation(entry, entry_format)
+    entry, key = conversation.entry, conversation.key
     listed: dict[MediaKind, list[Media]] = {}
     for kind, (singular, plural) in _MEDIA_KEYS.items():
         is_given = singular in entry or plural in entry
         values = _media_values(entry, kind, singular, plural) if is_given else ()
         listed[kind] = [resolve_media(kind, value) for value in values]
-    turns, media = place_media(_read_turns(entry, keys, resolve_media), listed, has_marks=not is_pairs)
-    turns = _follow_target_keys(entry, turns, keys)
+    turns, media = place_media(_read_turns(entry, key, resolve_media), listed, conversation.has_marks)
+    turns = _follow_target_keys(entry, turns, key)
     try:
         tools = read_tools(entry)
     except BadToolsError as bad:
@@ -156,7 +118,7 @@ def build_sample(
         tools=tools,
         target_images=target_images,
     )
-    return with_marks_in_front(sample) if is_pairs else sample
+    return sample if conversation.has_marks else with_marks_in_front(sample)
 
 
 def _divide_images(images: Sequence[Media], turns: Iterable[Turn]) -> tuple[tuple[Media, ...], tuple[Media, ...]]:
@@ -169,103 +131,17 @@ def _divide_images(images: Sequence[Media], turns: Iterable[Turn]) -> tuple[tupl
     return shown, tuple(image for image, drawn in zip(images, is_drawn, strict=True) if drawn)
 
 
-def caption_to_conversation(entry: Any, media_kinds: Iterable[str]) -> Any:
-    """Return an entry with a `caption` (or `text`) instead of turns as the conversation that it stands for.
-
-    Any other entry is returned unchanged. The user's turn holds one mark for each of `media_kinds`, in order.
-    """
-    if not isinstance(entry, dict) or any(key in entry for key in (*CONVERSATION_KEYS, PAIRS_KEY)):
-        return entry
-    caption = next((entry[key] for key in _CAPTION_KEYS if isinstance(entry.get(key), str)), None)
-    if caption is None:
-        return entry
-    marks = "".join(MARK_BY_MEDIA_KIND[kind] for kind in media_kinds)
-    return entry | {"messages": [{"role": "user", "content": marks}, {"role": "assistant", "content": caption}]}
-
-
-def is_document(entry: dict[str, Any]) -> bool:
-    """Return whether the texts of an entry are those of a document, not questions and answers."""
-    texts = entry.get(PAIRS_KEY)
-    return isinstance(texts, list) and bool(texts) and all(text is None or isinstance(text, str) for text in texts)
-
-
-def _document_to_conversation(entry: dict[str, Any]) -> dict[str, Any]:
-    """Return a document, whose lists of texts and images have one piece at each place, as one answer with images."""
-    texts, images = entry[PAIRS_KEY], entry.get("images")
-    if not isinstance(images, list) or len(images) != len(texts):
-        what = f"a list of {len(images)}" if isinstance(images, list) else json_type_name(images)
-        raise BadSampleError("malformed", f"`{PAIRS_KEY}` is a list of {len(texts)}, and `images` is {what}")
-    parts: list[dict[str, str]] = []
-    for place, (text, image) in enumerate(zip(texts, images, strict=True), 1):
-        if (text is None) == (image is None):
-            found = "neither a text nor an image" if text is None else "both a text and an image"
-            raise BadSampleError("malformed", f"place {place} of {len(texts)} of the document holds {found}")
-        parts += [{"type": "text", "text": "\n"}] if parts else []
-        parts.append({"type": "image"} if text is None else {"type": "text", "text": text})
-    answer = {"role": "assistant", "content": parts}
-    return {**entry, "messages": [answer], "images": [image for image in images if image is not None]}
-
-
-def _matches_to_document(entry: dict[str, Any]) -> dict[str, Any]:
-    """Return a document of MMC4, whose images name the sentences that they belong to, as one of two lists."""
-    sentences, matches = entry[_SENTENCES_KEY], entry[_MATCHES_KEY]
-    if not isinstance(sentences, list) or not all(isinstance(sentence, str) for sentence in sentences):
-        raise BadSampleError(
-            "malformed", f"`{_SENTENCES_KEY}` is {json_type_name(sentences)}, expected a list of texts"
-        )
-    if not isinstance(matches, list):
-        raise BadSampleError("malformed", f"`{_MATCHES_KEY}` is {json_type_name(matches)}, expected a list of objects")
-    images_before: list[list[str]] = [[] for _ in sentences]
-    for number, match in enumerate(matches, 1):
-        name, place = (match.get(key) if isinstance(match, dict) else None for key in _MATCH_KEYS)
-        if not isinstance(name, str) or type(place) is not int or not 0 <= place < len(sentences):
-            reason = (
-                f"`{_MATCHES_KEY}`: image {number} of {len(matches)} has {_MATCH_KEYS[0]} {name!r} and "
-                f"{_MATCH_KEYS[1]} {place!r}, expected a text and the place of one of {len(sentences)} texts, from 0"
-            )
-            raise BadSampleError("malformed", reason)
-        images_before[place].append(name)
-    texts: list[str | None] = []
-    images: list[str | None] = []
-    for sentence, names in zip(sentences, images_before, strict=True):
-        texts += [None] * len(names)
-        images += names
-        if texts and texts[-1] is not None:
-            texts[-1] += f" {sentence}"
-            continue
-        texts.append(sentence)
-        images.append(None)
-    rest = {key: value for key, value in entry.items() if key not in (_SENTENCES_KEY, _MATCHES_KEY)}
-    return rest | {PAIRS_KEY: texts, "images": images}
-
-
-def _pairs_to_messages(pairs: Any) -> list[dict[str, Any]]:
-    """Return the messages of a list of questions and answers."""
-    if not isinstance(pairs, list) or not pairs:
-        what = "an empty list" if pairs == [] else json_type_name(pairs)
-        raise BadSampleError("malformed", f"`{PAIRS_KEY}` is {what}, expected a list of objects")
-    messages: list[dict[str, Any]] = []
-    for number, pair in enumerate(pairs, 1):
-        for role in ("user", "assistant"):
-            if not isinstance(pair, dict) or not isinstance(pair.get(role), str):
-                reason = f"`{PAIRS_KEY}`: pair {number} of {len(pairs)} has no text `{role}`"
-                raise BadSampleError("malformed", reason)
-        rest = {key: value for key, value in pair.items() if key not in ("user", "assistant", "role", "content")}
-        messages += [{"role": "user", "content": pair["user"]}]
-        messages += [{**rest, "role": "assistant", "content": pair["assistant"]}]
-    return messages
-
-
 def references_media(entry: dict[str, Any]) -> bool:
     """Return whether an entry names its media itself, beside its turns or inside them."""
     if any(entry.get(kind) or entry.get(f"{kind}s") for kind in MARK_BY_MEDIA_KIND):
         return True
-    turns = [turn for key in CONVERSATION_KEYS if isinstance(entry.get(key), list) for turn in entry[key]]
+    keys = (*CONVERSATION_KEYS, "prompt", "completion")
+    turns = [turn for key in keys if isinstance(entry.get(key), list) for turn in entry[key]]
     contents = [turn.get("content") for turn in turns if isinstance(turn, dict)]
     parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict)]
     media_parts = [part for part in parts if part.get("type") in _MEDIA_KIND_BY_PART_TYPE]
-    keys = (*_MEDIA_KIND_BY_PART_TYPE, *_CONTENT_KEYS)
-    return any(part.get(key) for part in media_parts for key in keys)
+    media_keys = (*_MEDIA_KIND_BY_PART_TYPE, *_CONTENT_KEYS)
+    return any(part.get(key) for part in media_parts for key in media_keys)
 
 
 def entry_id(entry: Any, default: str) -> str:
@@ -274,15 +150,8 @@ def entry_id(entry: Any, default: str) -> str:
     return str(value) if isinstance(value, str | int) else default
 
 
-def json_type_name(value: Any) -> str:
-    """Name the JSON type of a value, for messages."""
-    names = {dict: "an object", list: "a list", str: "a text", type(None): "missing"}
-    return names.get(type(value), f"a {type(value).__name__}")
-
-
-def _read_turns(entry: dict[str, Any], keys: tuple[str, ...], resolve_media: MediaResolver) -> tuple[ReadTurn, ...]:
+def _read_turns(entry: dict[str, Any], key: str, resolve_media: MediaResolver) -> tuple[ReadTurn, ...]:
     """Read the turns of an entry."""
-    key = next((key for key in keys if key in entry), keys[0])
     entries = entry.get(key)
     if not isinstance(entries, list) or not entries:
         what = "an empty list" if entries == [] else json_type_name(entries)
@@ -333,7 +202,11 @@ def _text_fault(text: str) -> str | None:
 def _read_turn(turn: Any, resolve_media: MediaResolver) -> ReadTurn:
     if not isinstance(turn, dict):
         raise _BadTurnError(f"is {json_type_name(turn)}, expected an object")
-    text_key, role_key = ("content", "role") if "role" in turn else ("value", "from")
+    # A key that is null is one that other turns of a Parquet file have.
+    role_key = "from" if turn.get("role") is None and ("from" in turn or "role" not in turn) else "role"
+    text_key = "content" if role_key == "role" else "value"
+    if turn.get(text_key) is None:
+        text_key = next((key for key in _TEXT_KEYS if turn.get(key) is not None), text_key)
     content = turn.get(text_key)
     role = _read_role(turn, role_key)
     fields = ""
@@ -364,14 +237,14 @@ def _read_turn(turn: Any, resolve_media: MediaResolver) -> ReadTurn:
 
 def _read_role(turn: dict[str, Any], role_key: str) -> Role:
     role = turn.get(role_key)
-    if isinstance(role, str) and role not in _ROLES:
+    if isinstance(role, str) and role not in ROLES:
         role = role.strip().lower()  # `User`, `ASSISTANT`
-    if not isinstance(role, str) or role not in _ROLES:
-        raise _BadTurnError(f"has `{role_key}` {turn.get(role_key)!r}, expected one of {', '.join(sorted(_ROLES))}")
-    return _ROLES[role]
+    if not isinstance(role, str) or role not in ROLES:
+        raise _BadTurnError(f"has `{role_key}` {turn.get(role_key)!r}, expected one of {', '.join(sorted(ROLES))}")
+    return ROLES[role]
 
 
-def _follow_target_keys(entry: dict[str, Any], turns: tuple[Turn, ...], keys: tuple[str, ...]) -> tuple[Turn, ...]:
+def _follow_target_keys(entry: dict[str, Any], turns: tuple[Turn, ...], key: str) -> tuple[Turn, ...]:
     """Return the turns, none of which is learned if the entry says so.
 
     Raises `BadSampleError`, also for an answer with an image that is not to be learned: a generator learns every image.
@@ -383,7 +256,7 @@ def _follow_target_keys(entry: dict[str, Any], turns: tuple[Turn, ...], keys: tu
         raise BadSampleError("target", f"it {bad}") from None
     for number, turn in enumerate(turns, 1):
         if not turn.is_learned and turn.role == "assistant" and IMAGE_MARK in turn.text:
-            where = f"`{keys[0]}`: message {number} of {len(turns)}"
+            where = f"`{key}`: message {number} of {len(turns)}"
             raise BadSampleError("target", f"{where} holds an image to draw and is not to be learned; remove it")
     return turns
 

@@ -12,8 +12,9 @@ from typing import Any
 
 import yaml
 
-from mmtrain.data.formats.conversation import BadSampleError, caption_to_conversation
+from mmtrain.data.formats.bad_sample import BadSampleError
 from mmtrain.data.formats.json_files import parse_json
+from mmtrain.data.formats.layouts import caption_to_conversation
 from mmtrain.data.media.media_bytes import TarMember
 from mmtrain.errors import DataError
 

@@ -5,7 +5,8 @@ import re
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-from mmtrain.data.formats.conversation import BadSampleError, MediaResolver, build_sample, entry_id
+from mmtrain.data.formats.bad_sample import BadSampleError
+from mmtrain.data.formats.conversation import MediaResolver, build_sample, entry_id
 from mmtrain.data.formats.json_list import (
     MAX_ENTRY_BYTES,
     BadJsonError,
@@ -14,6 +15,7 @@ from mmtrain.data.formats.json_list import (
     NotTextError,
     read_json_list,
 )
+from mmtrain.data.formats.layout_table import EntryFormat
 from mmtrain.data.formats.sample import Quarantined, Sample
 from mmtrain.data.media.data_urls import read_url_head
 from mmtrain.data.media.media_bytes import InlineMedia, Media
@@ -58,7 +60,7 @@ def resolve_data_urls(file: str, offset: int, text: bytes, resolve_media: MediaR
 
 
 def read_json(
-    path: SourcePath, resolve_media: MediaResolver, conversation_keys: tuple[str, ...]
+    path: SourcePath, resolve_media: MediaResolver, entry_format: EntryFormat
 ) -> Iterator[Sample | Quarantined]:
     """Read every sample of a file in order.
 
@@ -69,14 +71,14 @@ def read_json(
             is_lines = path.suffix in JSON_LINES_SUFFIXES
             elements = _read_lines(file) if is_lines else _read_list(path, file)
             for index, element in enumerate(elements):
-                entry = element.value
+                entry = entry_format.columns.rename(element.value)
                 resolve = resolve_media
                 if element.text is not None:
                     resolve = resolve_data_urls(str(path), element.offset, element.text, resolve_media)
                 try:
                     if isinstance(entry, BadSampleError):
                         raise entry
-                    yield build_sample(entry, str(path), index, resolve, conversation_keys)
+                    yield build_sample(entry, str(path), index, resolve, entry_format)
                 except BadSampleError as bad:
                     yield Quarantined(str(path), index, entry_id(entry, str(index)), bad.kind, bad.reason)
     except FileNotFoundError:

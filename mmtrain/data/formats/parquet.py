@@ -1,13 +1,12 @@
 """Read Parquet and Arrow files: a row is an entry, and its media are bytes in a column, or paths.
 
-Columns: `conversations` or `messages` as a list of structs or as JSON, `texts` (pairs of FineVision, documents), or
-`caption` (`text`, `txt`); media in `image`, `images`, `audio`, `audios`, `video`, `videos`, each cell holding bytes, a
-path, a data URL, a struct `{bytes, path}` (as the `datasets` library writes it) or a list of these. Shards converted
-from WebDataset have bytes in columns called `jpg`, `png` and the like. Other columns are not read. In an Arrow file,
-record batches stand for row groups.
+Columns: the keys of any layout (`layout_table`), lists of turns as structs or as JSON; media in `image`, `images`,
+`audio`, `audios`, `video`, `videos`, each cell holding bytes, a path, a data URL, a struct `{bytes, path}` (as the
+`datasets` library writes it) or a list of these. Shards converted from WebDataset have bytes in columns called `jpg`,
+`png` and the like. Other columns are not read. In an Arrow file, record batches stand for row groups.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,18 +16,13 @@ import pyarrow as pa
 import pyarrow.parquet
 
 from mmtrain.data.formats.allowed_folder import MediaFolder
-from mmtrain.data.formats.conversation import (
-    CONVERSATION_KEYS,
-    MARK_BY_MEDIA_KIND,
-    PAIRS_KEY,
-    TEXT_KEYS,
-    BadSampleError,
-    build_sample,
-    caption_to_conversation,
-    entry_id,
-    is_document,
-)
+from mmtrain.data.formats.bad_sample import BadSampleError
+from mmtrain.data.formats.conversation import build_sample, entry_id
+from mmtrain.data.formats.describe_entry import describe_preference, describe_unknown
+from mmtrain.data.formats.entry_messages import is_document
 from mmtrain.data.formats.json_files import parse_json
+from mmtrain.data.formats.layout_table import LAYOUT_KEYS, LIST_KEYS, MEDIA_KIND_BY_KEY, EntryFormat
+from mmtrain.data.formats.layouts import caption_to_conversation
 from mmtrain.data.formats.sample import Quarantined, Sample
 from mmtrain.data.formats.target_keys import says_what_is_learned
 from mmtrain.data.media.data_urls import find_embedded_media, is_data_url, read_url_head
@@ -40,17 +34,16 @@ from mmtrain.errors import DataError, RemoteReadError
 from mmtrain.recipe.settings.data_settings import LimitSettings
 from mmtrain.recipe.settings.source_path import SourcePath
 
-_MEDIA_KIND_BY_COLUMN = {column: kind for kind in MARK_BY_MEDIA_KIND for column in (kind, f"{kind}s")}
 _MEDIA_KIND_BY_EXTENSION_COLUMN = {
     **dict.fromkeys(("jpg", "jpeg", "png", "webp"), "image"),
     **dict.fromkeys(("wav", "flac", "mp3", "ogg", "opus", "m4a", "aac"), "audio"),
     "mp4": "video",
 }
-_TEXT_COLUMNS = (*TEXT_KEYS, "system", "tools", "functions", "id", "template")
+_TEXT_COLUMNS = (*LAYOUT_KEYS, "system", "tools", "functions", "id", "template")
+_PREFERENCE_COLUMNS = ("chosen", "rejected", "rejected_response", "rejected_messages", "label")
 # Limits of Parquet's own metadata (names, row groups, statistics): a hostile file must not fill the memory.
 _MAX_METADATA_STRING_BYTES = 256 << 20
 _MAX_METADATA_ENTRIES = 10_000_000
-_MAX_COLUMNS_IN_MESSAGE = 20
 
 
 @dataclass(frozen=True)
@@ -63,6 +56,7 @@ class _ParquetSource:
     media_kinds: Mapping[str, str]  # of those of them that hold media
     folder: MediaFolder
     limits: LimitSettings
+    entry_format: EntryFormat
 
     def resolve(self, kind: str, value: Any) -> Media:
         """Return the medium that a cell stands for: the cell itself, or the file that it names."""
@@ -70,18 +64,15 @@ class _ParquetSource:
         return media
 
 
-def read_parquet(path: SourcePath, folder: MediaFolder, limits: LimitSettings) -> Iterator[Sample | Quarantined]:
-    """Read every row of a file in order. Raises `DataError` if the file cannot be opened."""
+def read_parquet(
+    path: SourcePath, folder: MediaFolder, limits: LimitSettings, entry_format: EntryFormat
+) -> Iterator[Sample | Quarantined]:
+    """Read every row of a file in order. Raises `DataError` if the file cannot be opened, or has no samples."""
     with _open(path) as file:
-        names = file.schema_arrow.names
-        media_kinds = _media_columns(file.schema_arrow)
-        of_text = [name for name in names if name in _TEXT_COLUMNS or says_what_is_learned(name)]
-        columns = tuple(name for name in names if name in media_kinds or name in of_text)
-        if not set(columns) & set(TEXT_KEYS):
-            shown = ", ".join(names[:_MAX_COLUMNS_IN_MESSAGE])
-            known = ", ".join(f"`{key}`" for key in TEXT_KEYS)
-            raise DataError(f"{path}: no column {known}; found {shown}")
-        source = _ParquetSource(file, path, columns, media_kinds, folder, limits)
+        media_kinds = _media_columns(path, file.schema_arrow, entry_format)
+        columns = tuple(_read_columns(file.schema_arrow.names, media_kinds, entry_format))
+        _check_layout(path, file.schema_arrow, entry_format)
+        source = _ParquetSource(file, path, columns, media_kinds, folder, limits, entry_format)
         first_row = 0
         for row_group in range(file.num_row_groups):
             is_arrow = isinstance(file, ArrowFile)
@@ -94,12 +85,57 @@ def read_parquet(path: SourcePath, folder: MediaFolder, limits: LimitSettings) -
             first_row += num_rows
 
 
-def _media_columns(schema: Any) -> dict[str, str]:
-    """Return the columns that hold media, each with the kind; those called like a suffix only if they hold bytes."""
+def _read_columns(names: Sequence[str], media_kinds: Mapping[str, str], entry_format: EntryFormat) -> Iterator[str]:
+    """Yield the columns that are read, in the order of the file."""
+    columns = entry_format.columns
+    named = {columns.root(path, names) for path in columns.columns.values()}
+    for name in names:
+        is_ours = name not in columns.columns and (name in _TEXT_COLUMNS or _says_more(name))
+        if name in named or name in media_kinds or is_ours:
+            yield name
+
+
+def _says_more(name: str) -> bool:
+    """Return whether a column may say what is learned, or that the file holds preferences."""
+    return name in _PREFERENCE_COLUMNS or says_what_is_learned(name)
+
+
+def _check_layout(path: SourcePath, schema: Any, entry_format: EntryFormat) -> None:
+    """Raise `DataError` for a file whose columns are those of no layout; of others each row is looked at."""
+    entry = entry_format.columns.rename({field.name: _value_of(field.type) for field in schema})
+    if entry_format.find_layout(entry) is None:
+        raise DataError(f"{path}: {describe_preference(entry) or describe_unknown(entry, entry_format)}")
+
+
+def _value_of(value_type: Any) -> Any:
+    """Return a value as a column of a type may hold it: what an entry's keys are judged by."""
+    if pa.types.is_dictionary(value_type):
+        value_type = value_type.value_type
+    if pa.types.is_struct(value_type):
+        return {field.name: _value_of(field.type) for field in value_type}
+    if pa.types.is_list(value_type) or pa.types.is_large_list(value_type):
+        return [_value_of(value_type.value_type)]
+    return False if pa.types.is_boolean(value_type) else ""
+
+
+def _media_columns(path: SourcePath, schema: Any, entry_format: EntryFormat) -> dict[str, str]:
+    """Return the columns that hold media, each with the kind; those called like a suffix only if they hold bytes.
+
+    Raises `DataError` for media inside of another column.
+    """
     kinds = {}
+    columns = entry_format.columns
+    for target, column in columns.columns.items():
+        if target in MEDIA_KIND_BY_KEY and column not in schema.names and "." in column:
+            raise DataError(f"{path}: columns.{target} is {column}; allowed in Parquet files: a column, for media")
+        if target in MEDIA_KIND_BY_KEY and column in schema.names:
+            kinds[column] = MEDIA_KIND_BY_KEY[target]
+    taken = {*columns.columns, *(columns.root(column, schema.names) for column in columns.columns.values())}
     for name in schema.names:
-        if name in _MEDIA_KIND_BY_COLUMN:
-            kinds[name] = _MEDIA_KIND_BY_COLUMN[name]
+        if name in taken:
+            continue
+        if name in MEDIA_KIND_BY_KEY:
+            kinds[name] = MEDIA_KIND_BY_KEY[name]
         elif name.lower() in _MEDIA_KIND_BY_EXTENSION_COLUMN and _holds_bytes(schema.field(name).type):
             kinds[name] = _MEDIA_KIND_BY_EXTENSION_COLUMN[name.lower()]
     return kinds
@@ -201,7 +237,9 @@ def _read_row(
     """
     path = str(source.path)
     try:
-        for key in (*CONVERSATION_KEYS, PAIRS_KEY):
+        raw = entry
+        entry = source.entry_format.columns.rename(entry)
+        for key in LIST_KEYS:
             if isinstance(entry.get(key), str):
                 entry[key] = parse_json(entry[key].encode())
             elif isinstance(entry.get(key), dict):
@@ -214,10 +252,11 @@ def _read_row(
             if value is not None:
                 media = _media_in_value(source, value, kind, partial(cell, name), has_gaps)
             media_kinds += [kind] * len(media)
-            key = name if name in _MEDIA_KIND_BY_COLUMN else f"{kind}s"
+            key = name if name in MEDIA_KIND_BY_KEY else f"{kind}s"
             entry[key] = [*(entry.get(key) or ()), *media] or None
-        resolve = partial(_resolve_in_row, source, entry, cell)
-        return build_sample(caption_to_conversation(entry, media_kinds), path, number, resolve)
+        resolve = partial(_resolve_in_row, source, raw, cell)
+        entry = caption_to_conversation(entry, media_kinds, source.entry_format)
+        return build_sample(entry, path, number, resolve, source.entry_format)
     except BadSampleError as bad:
         return Quarantined(path, number, entry_id(entry, str(number)), bad.kind, bad.reason)
     except ValueError as error:
@@ -234,7 +273,7 @@ def _list_of_turns(lists: dict[str, Any]) -> Any:
 
 
 def _resolve_in_row(
-    source: _ParquetSource, entry: dict[str, Any], cell: Callable[[str, int | None], ParquetCell], kind: str, value: Any
+    source: _ParquetSource, row: dict[str, Any], cell: Callable[[str, int | None], ParquetCell], kind: str, value: Any
 ) -> Media:
     """Return the medium of a row that its media columns or its conversation name, or which the latter holds itself."""
     if not isinstance(value, bytes) and not (isinstance(value, str) and is_data_url(value)):
@@ -246,11 +285,21 @@ def _resolve_in_row(
     if len(value) > max_bytes:
         reason = f"a message holds {len(value)} bytes, data.limits.max_member_bytes = {max_bytes}"
         raise BadSampleError("parquet_cell_size", reason)
-    for key in CONVERSATION_KEYS:
-        embedded = find_embedded_media(entry.get(key))
+    for column, of_column in row.items():
+        embedded = find_embedded_media(_parsed(of_column))
         if value in embedded:
-            return replace(cell(key, None), embedded=embedded.index(value))
+            return replace(cell(column, None), embedded=embedded.index(value))
     raise AssertionError("media columns hold no other texts than paths once they are read")
+
+
+def _parsed(value: Any) -> Any:
+    """Return what a text holds that is JSON, as a column with turns may be; other values as they are."""
+    if not isinstance(value, str) or not value.lstrip().startswith(("[", "{")):
+        return value
+    try:
+        return parse_json(value.encode())
+    except ValueError:
+        return value
 
 
 def _media_in_value(

@@ -3,7 +3,9 @@
 from collections.abc import Iterator, Mapping
 from typing import Any, BinaryIO, Protocol
 
-from mmtrain.data.formats.conversation import CONVERSATION_KEYS, BadSampleError, MediaResolver, build_sample, entry_id
+from mmtrain.data.formats.bad_sample import BadSampleError
+from mmtrain.data.formats.conversation import MediaResolver, build_sample, entry_id
+from mmtrain.data.formats.layout_table import EntryFormat
 from mmtrain.data.formats.sample import Quarantined, Sample
 from mmtrain.data.remote.locations import open_location
 from mmtrain.errors import DataError
@@ -22,7 +24,9 @@ class FormatReader(Protocol):
         ...
 
 
-def read_with_plugin(plugin: Plugin, path: SourcePath, resolve_media: MediaResolver) -> Iterator[Sample | Quarantined]:
+def read_with_plugin(
+    plugin: Plugin, path: SourcePath, resolve_media: MediaResolver, entry_format: EntryFormat
+) -> Iterator[Sample | Quarantined]:
     """Read every sample of a file in order.
 
     Raises PluginError where the plug-in fails, and `DataError` if the file cannot be read.
@@ -34,11 +38,11 @@ def read_with_plugin(plugin: Plugin, path: SourcePath, resolve_media: MediaResol
             index = 0
             while True:
                 with plugin.errors_named(f"reading {path}, sample {index}"):
-                    entry = next(entries, None)
+                    entry = entry_format.columns.rename(next(entries, None))
                 if entry is None:
                     return
                 try:
-                    yield build_sample(entry, str(path), index, resolve_media, CONVERSATION_KEYS)
+                    yield build_sample(entry, str(path), index, resolve_media, entry_format)
                 except BadSampleError as bad:
                     yield Quarantined(str(path), index, entry_id(entry, str(index)), bad.kind, bad.reason)
                 index += 1

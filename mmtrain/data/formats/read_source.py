@@ -4,17 +4,19 @@ A folder that the `datasets` library of Hugging Face has written with `save_to_d
 """
 
 import json
-from collections.abc import Iterator, Sequence
-from itertools import chain
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 from mmtrain.data.formats.allowed_folder import AllowedFolder, MediaFolder, RemoteFolder
-from mmtrain.data.formats.conversation import CONVERSATION_KEYS, CONVERSATION_KEYS_BY_FORMAT
+from mmtrain.data.formats.column_paths import ColumnPaths
 from mmtrain.data.formats.energon import expand_braces, read_energon_folder
 from mmtrain.data.formats.json_files import JSON_LINES_SUFFIXES, read_json
+from mmtrain.data.formats.layout_table import CONVERSATION_KEYS, CONVERSATION_KEYS_BY_FORMAT, EntryFormat
 from mmtrain.data.formats.plugin_files import read_with_plugin
 from mmtrain.data.formats.sample import Quarantined, Sample, turned_to_draw, turned_to_show, with_marks_in_front
+from mmtrain.data.formats.sample_split import SampleSplit
 from mmtrain.data.formats.webdataset import read_shard
 from mmtrain.data.optional_packages import require_package
 from mmtrain.data.remote.locations import matching_urls
@@ -37,12 +39,20 @@ _STATE_FILE = "state.json"  # of a data set: names its Arrow files
 _SPLITS_FILE = "dataset_dict.json"  # of several: names their folders
 
 
-def read_samples(source: SourceSettings, limits: LimitSettings) -> Iterator[Sample | Quarantined]:
-    """Read every sample of a source, shard by shard.
+def read_samples(
+    source: SourceSettings, limits: LimitSettings, split: SampleSplit | None = None
+) -> Iterator[Sample | Quarantined]:
+    """Read the samples of a source, shard by shard; with `split`, only those of its part.
 
     Raises `DataError` if there is no file, or if its format is not supported.
     """
-    samples = _read_shards(source, limits)
+    keys = CONVERSATION_KEYS_BY_FORMAT.get(source.format or "", CONVERSATION_KEYS)
+    entry_format = EntryFormat(keys, ColumnPaths(source.columns))
+    samples: Iterator[Sample | Quarantined]
+    samples = islice(_read_shards(source, limits, entry_format), source.max_samples)
+    samples = _with_columns_checked(source, entry_format.columns, samples)
+    if split is not None:  # before anything is made of them: a sample that is named twice is in one part
+        samples = split.select(source, samples)
     if source.unmarked_media == "front":
         samples = (with_marks_in_front(sample) if isinstance(sample, Sample) else sample for sample in samples)
     if source.captions == "draw":
@@ -52,7 +62,17 @@ def read_samples(source: SourceSettings, limits: LimitSettings) -> Iterator[Samp
     return samples
 
 
-def _read_shards(source: SourceSettings, limits: LimitSettings) -> Iterator[Sample | Quarantined]:
+def _with_columns_checked(
+    source: SourceSettings, columns: ColumnPaths, samples: Iterable[Sample | Quarantined]
+) -> Iterator[Sample | Quarantined]:
+    """Yield the samples. Raise `DataError` behind the last one if `columns` names what none of them has."""
+    yield from samples
+    columns.check_seen(str(source.path))
+
+
+def _read_shards(
+    source: SourceSettings, limits: LimitSettings, entry_format: EntryFormat
+) -> Iterator[Sample | Quarantined]:
     if source.states_lengths:
         raise DataError(
             f"{source.path}: states lengths (format `lengths`), which serve for planning; there are no samples to read"
@@ -63,7 +83,9 @@ def _read_shards(source: SourceSettings, limits: LimitSettings) -> Iterator[Samp
         raise DataError(f"{folder}: a folder, where {source.path} must name files; name the files in it: {folder}/*")
     if source.format is not None and source.format not in FORMATS:
         plugin = find_plugin("formats", source.format, "data.sources.format")
-        return chain.from_iterable(read_with_plugin(plugin, file, _media_folder(source, file).file) for file in files)
+        return chain.from_iterable(
+            read_with_plugin(plugin, file, _media_folder(source, file).file, entry_format) for file in files
+        )
     container = _container(source, files)
     if _is_folder(source.path):
         files = [file for file in files if _CONTAINER_BY_SUFFIX[file.suffix] == container]
@@ -74,14 +96,19 @@ def _read_shards(source: SourceSettings, limits: LimitSettings) -> Iterator[Samp
                 "remove image_root"
             )
         energon = None if isinstance(source.path, RemotePath) else read_energon_folder(source.path, source.split)
-        return chain.from_iterable(read_shard(file, limits, energon) for file in files)
+        if energon is not None and energon.fields and source.columns:
+            raise DataError(
+                f"{source.path}: columns is set, but dataset.yaml of this Energon folder says it: remove it"
+            )
+        return chain.from_iterable(read_shard(file, limits, energon, entry_format) for file in files)
     if container == "parquet":
         require_package("pyarrow.parquet", "parquet", f"{files[0]}: reading Parquet")
         from mmtrain.data.formats.parquet import read_parquet
 
-        return chain.from_iterable(read_parquet(file, _media_folder(source, file), limits) for file in files)
-    keys = CONVERSATION_KEYS_BY_FORMAT.get(source.format or "", CONVERSATION_KEYS)
-    return chain.from_iterable(read_json(file, _media_folder(source, file).file, keys) for file in files)
+        return chain.from_iterable(
+            read_parquet(file, _media_folder(source, file), limits, entry_format) for file in files
+        )
+    return chain.from_iterable(read_json(file, _media_folder(source, file).file, entry_format) for file in files)
 
 
 def list_shards(path: SourcePath, split: str | None = None) -> Sequence[SourcePath]:

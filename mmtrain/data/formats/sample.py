@@ -25,6 +25,7 @@ QUARANTINE_REASONS = {
     "malformed": "not JSON, or not in a layout that mmtrain reads: turns, roles, texts, parts, media",
     "tools": "tools or calls of tools that cannot be read, or that the chat format has no place for",
     "chat_template": "the chat template rejects the conversation, or does not show which part of it is an answer",
+    "preference": "it holds a better and a worse answer, or says whether its answer is good; mmtrain learns answers",
     "no_answer": "no assistant turn with text to learn from",
     "target": "it says of a turn or of itself whether to learn it, by a key that cannot be followed",
     "no_caption": "it is no pair of images and a caption, which `captions: draw` of its source needs",
@@ -32,7 +33,7 @@ QUARANTINE_REASONS = {
     "audio_count": "the user turns hold more or fewer `<audio>` marks than the sample has clips",
     "video_count": "the user turns hold more or fewer `<video>` marks than the sample has videos",
     "too_many_images": "more images, frames of videos included, than `data.max_images`",
-    "too_long": "more LLM tokens than `data.max_sample_tokens` or `data.seq_len`",
+    "too_long": "more LLM tokens than `data.max_sample_tokens` or `data.seq_len`, unless `data.too_long` is `cut`",
     "no_vision": "it has images or videos, but the recipe's model has no vision encoder",
     "no_audio": "it has clips, but the recipe's model has no audio encoder",
     "no_generator": "its answers hold images, but the recipe's model has no generator",
@@ -93,6 +94,14 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
+class SampleCut:
+    """Where a sample that is too long ends (`data.too_long: cut`)."""
+
+    tokens: int  # LLM tokens that are kept
+    features: str  # the JSON of the LLM tokens of all its media, those behind the cut too: it is encoded as a whole
+
+
+@dataclass(frozen=True, slots=True)
 class Sample:
     """One training example: a conversation with its images, clips and videos, each kind in the order of its marks."""
 
@@ -106,6 +115,7 @@ class Sample:
     videos: tuple[Media, ...] = ()
     tools: str = ""  # the JSON list of the tools that the assistant may call; empty for none
     target_images: tuple[Media, ...] = ()  # those that the assistant draws, in the order of the marks in its turns
+    cut: SampleCut | None = None  # None: all of it trains
 
     @property
     def media(self) -> dict[MediaKind, tuple[Media, ...]]:

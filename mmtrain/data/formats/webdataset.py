@@ -12,17 +12,13 @@ from collections.abc import Iterator
 from itertools import groupby
 from typing import Any
 
-from mmtrain.data.formats.conversation import (
-    BadSampleError,
-    MediaResolver,
-    build_sample,
-    caption_to_conversation,
-    entry_id,
-    references_media,
-)
+from mmtrain.data.formats.bad_sample import BadSampleError
+from mmtrain.data.formats.conversation import MediaResolver, build_sample, entry_id, references_media
 from mmtrain.data.formats.energon import EnergonDataset
 from mmtrain.data.formats.json_files import may_hold_data_urls, parse_json, resolve_data_urls
 from mmtrain.data.formats.json_list import MAX_ENTRY_BYTES
+from mmtrain.data.formats.layout_table import ANY_FORMAT, EntryFormat
+from mmtrain.data.formats.layouts import caption_to_conversation
 from mmtrain.data.formats.sample import Quarantined, Sample
 from mmtrain.data.formats.tar_members import BadTarMember, read_tar_members
 from mmtrain.data.media.media_bytes import Media, TarMember
@@ -43,7 +39,10 @@ _KEY_AND_EXTENSION = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]*)")
 
 
 def read_shard(
-    path: SourcePath, limits: LimitSettings, energon: EnergonDataset | None = None
+    path: SourcePath,
+    limits: LimitSettings,
+    energon: EnergonDataset | None = None,
+    entry_format: EntryFormat = ANY_FORMAT,
 ) -> Iterator[Sample | Quarantined]:
     """Read every sample of a shard in order, or those that `energon` does not exclude, from the members that it names.
 
@@ -66,7 +65,7 @@ def read_shard(
                         yield Quarantined(str(path), number, member.name, member.kind, member.reason)
                 continue
             if key not in excluded:
-                yield _read_sample(path, number, key, list(members), energon)
+                yield _read_sample(path, number, key, list(members), energon, entry_format)
     except FileNotFoundError:
         raise DataError(f"{path}: no such shard") from None
     except OSError as error:
@@ -84,7 +83,12 @@ def _sample_key(member: TarMember | BadTarMember) -> str | None:
 
 
 def _read_sample(
-    path: SourcePath, number: int, key: str, members: list[TarMember | BadTarMember], energon: EnergonDataset | None
+    path: SourcePath,
+    number: int,
+    key: str,
+    members: list[TarMember | BadTarMember],
+    energon: EnergonDataset | None,
+    entry_format: EntryFormat,
 ) -> Sample | Quarantined:
     entry: Any = None
     try:
@@ -101,7 +105,7 @@ def _read_sample(
             entry = energon.make_entry(by_extension, _read_text)
         else:
             text = _read_text(by_extension["json"]) if "json" in by_extension else b""
-            entry = _read_entry(key, by_extension, text)
+            entry = _read_entry(key, by_extension, text, entry_format)
 
         def find_member(kind: str, name: Any) -> Media:
             return _find_member(kind, name, key, by_extension)
@@ -109,19 +113,19 @@ def _read_sample(
         resolve: MediaResolver = find_member
         if may_hold_data_urls(text):
             resolve = resolve_data_urls(str(path), by_extension["json"].offset, text, find_member)
-        return build_sample(entry, str(path), number, resolve, default_id=key)
+        return build_sample(entry, str(path), number, resolve, entry_format, default_id=key)
     except BadSampleError as bad:
         return Quarantined(str(path), number, entry_id(entry, key), bad.kind, bad.reason)
 
 
-def _read_entry(key: str, by_extension: dict[str, TarMember], text: bytes) -> Any:
+def _read_entry(key: str, by_extension: dict[str, TarMember], text: bytes, entry_format: EntryFormat) -> Any:
     """Return the entry of a sample; where it names no media, they are named by their extensions.
 
     text: what its `.json` member holds, if it has one.
     """
     if "json" in by_extension:
         try:
-            entry = parse_json(text)
+            entry = entry_format.columns.rename(parse_json(text))
         except ValueError as error:
             raise BadSampleError("malformed", f"{by_extension['json']} is not valid JSON: {error}") from None
     elif "txt" in by_extension:
@@ -139,7 +143,7 @@ def _read_entry(key: str, by_extension: dict[str, TarMember], text: bytes) -> An
     if isinstance(entry, dict) and not references_media(entry):
         for extension, kind in media_kinds.items():
             entry = {**entry, f"{kind}s": [*entry.get(f"{kind}s", ()), extension]}
-    return caption_to_conversation(entry, media_kinds.values())
+    return caption_to_conversation(entry, media_kinds.values(), entry_format)
 
 
 def _find_member(kind: str, name: Any, key: str, by_extension: dict[str, TarMember]) -> TarMember:

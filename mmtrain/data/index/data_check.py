@@ -148,7 +148,8 @@ def _itemized(measured: MeasuredSample, recipe: Recipe) -> list[_ItemizedMedia]:
     media: list[_ItemizedMedia] = []
     for modality, unit in _first_encoders(recipe).items():
         media_of_unit = measured.sample.media_of(MODALITIES[modality].media)
-        for (kind, medium), items in zip(media_of_unit, measured.items[unit], strict=True):
+        # Of a sample that is cut, only media before the cut are read.
+        for (kind, medium), items in zip(media_of_unit, measured.items[unit], strict=measured.sample.cut is None):
             media.append(_ItemizedMedia(kind, medium, items.grids))
     targets = zip(measured.sample.target_images, measured.items.get(GENERATOR, ()), strict=False)
     return [*media, *(_ItemizedMedia("target image", medium, items.grids) for medium, items in targets)]

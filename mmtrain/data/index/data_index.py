@@ -14,7 +14,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import BinaryIO
 
 import numpy as np
 
@@ -33,6 +33,7 @@ from mmtrain.balance.columns import (
 from mmtrain.balance.grouping.mixture import Mixture
 from mmtrain.data.callbacks import NotifyCallback
 from mmtrain.data.formats.sample import Quarantined, Sample
+from mmtrain.data.formats.sample_split import DataPart, SampleSplit
 from mmtrain.data.index.frozen_samples import warn_of_idle_training
 from mmtrain.data.index.index_cache import IndexCache, StoredIndex
 from mmtrain.data.index.media_versions import MediaVersions
@@ -44,6 +45,7 @@ from mmtrain.data.index.stated_lengths import read_stated_lengths
 from mmtrain.data.media.image_grids import MediumGrid, MediumItems
 from mmtrain.data.media.item_readers import tile_join
 from mmtrain.data.media.joined_tiles import FeatureMix, TileJoin, join_media
+from mmtrain.data.text.cut_samples import features_of_cut
 from mmtrain.data.text.load_tokenizer import load_recipe_tokenizer
 from mmtrain.data.text.sample_tokenizer import ItemTenths, MediaFeatures, add_queries, split_videos
 from mmtrain.errors import DataError, TooManyBadSamples
@@ -83,7 +85,13 @@ class DataIndex:
     folder: Path | None = None  # of this index alone, for arrays that are derived from it; None where it is not cached
 
     def media_features(self, sample: int) -> MediaFeatures:
-        """Return for each modality the LLM tokens of a sample's media, summed over its encoders, for a tokenizer."""
+        """Return for each modality the LLM tokens of a sample's media, summed over its encoders, for a tokenizer.
+
+        Of a sample that is cut these are all media, also those behind the cut, which have no items here.
+        """
+        cut = self.samples[sample].cut
+        if cut is not None:
+            return features_of_cut(cut)
         features: dict[str, list[int]] = {}
         for unit, modality in self.modalities.items():
             of_unit = self.unit_features(sample, unit)
@@ -210,9 +218,7 @@ class DataIndex:
         return digest.hexdigest()
 
 
-def build_index(
-    recipe: Recipe, which: Literal["train", "validation"] = "train", notify: NotifyCallback = lambda _: None
-) -> DataIndex:
+def build_index(recipe: Recipe, which: DataPart = "train", notify: NotifyCallback = lambda _: None) -> DataIndex:
     """Index the recipe's samples, or read the cached index if nothing that it depends on has changed.
 
     Samples that cannot be used are quarantined. `notify` is called while a large source is read, and if a cached index
@@ -223,25 +229,28 @@ def build_index(
         RecipeError: every parameter of the model is frozen.
         TooManyBadSamples: the share of quarantined samples is above `data.max_bad_rate`.
     """
-    sources = recipe.data.sources if which == "train" else recipe.data.validation
+    sources = recipe.data.sources if which == "train" else recipe.data.held_out_sources
     if sources and sources[0].states_lengths:
         return _index_stated_lengths(recipe, sources)
-    cache = IndexCache.for_recipe(recipe, sources)
+    cache = IndexCache.for_recipe(recipe, sources, which)
     with nullcontext() if cache is None else cache.locked():  # other processes of this machine wait for the builder
         stored = cache.load(notify) if cache is not None else None
         cache_folder = cache.folder if cache is not None and stored is not None else None
         if stored is None and cache is not None:
             try:
-                stored = _read_sources(recipe, sources, cache, notify)
+                stored = _read_sources(recipe, which, cache, notify)
             except OSError as error:  # of the cache, such as a full disk: what is wrong with sources is a DataError
                 problem = f"the index cannot be cached in {cache.folder} (data.index_cache sets another folder)"
                 notify(f"{problem}: {error}")
         if stored is None:
-            stored = _read_sources(recipe, sources, None, notify)
+            stored = _read_sources(recipe, which, None, notify)
     check_bad_rate(stored.quarantined, len(stored.samples) + len(stored.quarantined), recipe.data.max_bad_rate)
     if not len(stored.samples):
+        files = ", ".join(str(source.path) for source in sources) or "an empty list"
         setting = "data.sources" if which == "train" else "data.validation"
-        raise DataError(f"{setting}: no usable samples in {', '.join(str(s.path) for s in sources) or 'an empty list'}")
+        if which == "validation" and recipe.data.validation_fraction is not None:
+            setting = f"data.validation_fraction: {recipe.data.validation_fraction:g} holds out too little, raise it"
+        raise DataError(f"{setting}: no usable samples in {files}")
     index = replace(from_stored(stored, recipe, sources), cache_folder=cache_folder)
     if which == "train":
         idle = warn_of_idle_training(recipe, index.lengths, index.samples)
@@ -303,8 +312,12 @@ def check_bad_rate(quarantined: Sequence[Quarantined], total: int, allowed: floa
             f"data.seq_len: all {total} samples are longer than this; raise it, or shorten the samples. "
             f"The first one:\n  {quarantined[0]}"
         )
-    different = list(dict.fromkeys(map(str, quarantined)))
-    first = "".join(f"\n  {text}" for text in different[:MAX_SAMPLES_IN_MESSAGE])
+    different: dict[tuple[str, str], Quarantined] = {}
+    for entry in quarantined:  # a reason that many samples share is told once
+        different.setdefault((entry.kind, entry.reason), entry)
+    first = "".join(f"\n  {entry}" for entry in list(different.values())[:MAX_SAMPLES_IN_MESSAGE])
+    if len(quarantined) == total and all(q.kind == "preference" for q in quarantined):
+        raise DataError(f"data.sources: none of {total} samples can be learned; of the first: {quarantined[0].reason}")
     raise TooManyBadSamples(
         f"{len(quarantined)} of {total} samples are unusable ({_count_kinds(quarantined)}); "
         f"data.max_bad_rate = {allowed:g} allows {int(allowed * total)}. Repair them or raise the rate. "
@@ -316,10 +329,10 @@ def _count_kinds(quarantined: Sequence[Quarantined]) -> str:
     return ", ".join(f"{kind} {count}" for kind, count in Counter(q.kind for q in quarantined).most_common())
 
 
-def _read_sources(
-    recipe: Recipe, sources: Sequence[SourceSettings], cache: IndexCache | None, notify: NotifyCallback
-) -> StoredIndex:
-    """Read all sources; store the result if there is a cache."""
+def _read_sources(recipe: Recipe, which: DataPart, cache: IndexCache | None, notify: NotifyCallback) -> StoredIndex:
+    """Read all sources of a part; store the result if there is a cache."""
+    sources = recipe.data.sources if which == "train" else recipe.data.held_out_sources
+    split = SampleSplit.of(recipe.data, which)
     tokenizer = load_recipe_tokenizer(recipe)
     with _garbage_collection_paused(), io.BytesIO() if cache is None else cache.new_records() as records:
         joined = {unit for unit, encoder in recipe.model.all_encoders.items() if tile_join(encoder, recipe.data)}
@@ -327,15 +340,19 @@ def _read_sources(
         quarantined: list[Quarantined] = []
         versions = None if cache is None else MediaVersions()
         spelled = SpelledTexts(tokenizer)
-        for entry in notify_progress(measure_samples(recipe, sources, tokenizer, versions), notify):
+        num_cut = 0
+        for entry in notify_progress(measure_samples(recipe, sources, tokenizer, versions, split), notify):
             if isinstance(entry, MeasuredSample):
                 columns.add(entry)
                 spelled.add(entry.sample)
+                num_cut += entry.sample.cut is not None
             else:
                 quarantined.append(entry)
         arrays = columns.columns()
         content_sha256 = columns.content.hexdigest()
-        warnings = (*tokenizer.warnings, *spelled.remarks())
+        warnings = (*tokenizer.warnings, *spelled.remarks(), *((split.remark,) if split is not None else ()))
+        if num_cut:
+            warnings += (f"data.too_long = cut: {num_cut:,} samples are cut to {recipe.data.sample_tokens} tokens",)
         if cache is None or versions is None:
             table = SampleTable(records.getvalue(), arrays["ends"])  # type: ignore[attr-defined]
             return StoredIndex(table, arrays, tuple(quarantined), content_sha256, warnings)

@@ -37,6 +37,7 @@ from mmtrain.data.callbacks import NotifyCallback
 from mmtrain.data.formats.energon import description_files
 from mmtrain.data.formats.read_source import list_shards
 from mmtrain.data.formats.sample import Quarantined
+from mmtrain.data.formats.sample_split import DataPart
 from mmtrain.data.index.media_versions import MediaVersions, find_changed
 from mmtrain.data.index.sample_table import SampleTable
 from mmtrain.data.media.nearest_name import show_path
@@ -101,7 +102,9 @@ class IndexCache:
         self._build_folder: Path | None = None
 
     @classmethod
-    def for_recipe(cls, recipe: Recipe, sources: Sequence[SourceSettings]) -> "IndexCache | None":
+    def for_recipe(
+        cls, recipe: Recipe, sources: Sequence[SourceSettings], part: DataPart = "train"
+    ) -> "IndexCache | None":
         """Return the place for a recipe's index; None for small sources, and where no index can be trusted."""
         try:
             shards = [file for source in sources for file in list_shards(source.path, source.split)]
@@ -124,7 +127,7 @@ class IndexCache:
                 return None
         settings = select(recipe, "lengths")
         settings["data"]["sources"] = [select(source, "lengths") for source in sources]  # may be those of validation
-        dependencies = {
+        dependencies: dict[str, Any] = {
             "secret": secret,
             "format": _FORMAT_VERSION,
             "code": _code_sha256(),
@@ -133,6 +136,8 @@ class IndexCache:
             "tokenizer": tokenizer,
             "settings": settings,
         }
+        if recipe.data.validation_fraction is not None:
+            dependencies["part"] = part
         return cls(folder, hashlib.sha256(json.dumps(dependencies, sort_keys=True).encode()).hexdigest()[:32])
 
     @contextmanager

@@ -10,6 +10,7 @@ from typing import TypeVar
 from mmtrain.data.callbacks import NotifyCallback
 from mmtrain.data.formats.read_source import read_samples
 from mmtrain.data.formats.sample import PLURALS, Quarantined, Sample, find_unusable, is_document_sample
+from mmtrain.data.formats.sample_split import SampleSplit
 from mmtrain.data.index.media_versions import MediaVersions, run_tasks
 from mmtrain.data.media.image_grids import MediumItems, Patches, item_grids
 from mmtrain.data.media.item_readers import ITEM_READERS, ItemReader
@@ -17,7 +18,9 @@ from mmtrain.data.media.joined_tiles import TileJoin
 from mmtrain.data.media.media_bytes import BadMediaError, FileMedia, Media, ParquetCell
 from mmtrain.data.media.target_images import TargetImageReader
 from mmtrain.data.text.chat_tokenizer import DRAW_TOKENS
+from mmtrain.data.text.cut_samples import MAX_CUT_CHARACTERS, cut_encoded, find_cut, make_cut, tokens_of_items
 from mmtrain.data.text.sample_tokenizer import (
+    IGNORE_INDEX,
     BadConversationError,
     ItemTenths,
     LengthCounter,
@@ -89,19 +92,20 @@ def measure_samples(
     sources: Sequence[SourceSettings],
     tokenizer: SampleTokenizer,
     versions: MediaVersions | None = None,
+    split: SampleSplit | None = None,
 ) -> Iterator[MeasuredSample | Quarantined]:
     """Read the sources and the headers of their media; yield every sample in order, measured or quarantined.
 
-    versions: where the files of media are recorded whose headers are read.
+    versions: where the files of media are recorded whose headers are read. split: of which part samples are.
     Raises `DataError` if a source cannot be read, or the settings contradict each other.
     """
     check_data_settings(recipe, tokenizer)
     reader = _HeaderReader(recipe, versions)
     count_tokens = tokenizer.length_counter(recipe.data.sample_tokens)
-    measurer = _SampleMeasurer(recipe, count_tokens, reader.headers)
+    measurer = _SampleMeasurer(recipe, tokenizer, count_tokens, reader.headers)
     with ThreadPoolExecutor(HEADER_THREADS) as pool:
         for number, source in enumerate(sources):
-            entries = read_samples(source, recipe.data.limits)
+            entries = read_samples(source, recipe.data.limits, split)
             while chunk := list(islice(entries, _CHUNK_SAMPLES)):
                 reader.read(pool, [entry for entry in chunk if isinstance(entry, Sample)])
                 for entry in chunk:
@@ -240,8 +244,11 @@ class _EncoderRule:
 class _SampleMeasurer:
     """Measures samples whose headers have been read."""
 
-    def __init__(self, recipe: Recipe, count_tokens: LengthCounter, headers: _Headers) -> None:
+    def __init__(
+        self, recipe: Recipe, tokenizer: SampleTokenizer, count_tokens: LengthCounter, headers: _Headers
+    ) -> None:
         self._data = recipe.data
+        self._tokenizer = tokenizer
         self._count_tokens = count_tokens
         self._headers = headers
         self._generator = recipe.model.generator
@@ -284,16 +291,34 @@ class _SampleMeasurer:
         if num_images_and_frames > data.max_images:
             reason = f"{num_images_and_frames} images, frames of videos included, data.max_images = {data.max_images}"
             return Quarantined.of(sample, "too_many_images", reason)
+        features = self._media_features(sample, items)
         try:
-            tokens, targets = self._count_tokens(sample, self._media_features(sample, items))
+            tokens, targets = self._count_tokens(sample, features)
+            if tokens <= data.sample_tokens:
+                return MeasuredSample(sample, source, tokens, targets, items)
+            at_least = "" if targets else "at least "  # the counter stopped early
+            key = "data.max_sample_tokens" if data.sample_tokens == data.max_sample_tokens else "data.seq_len"
+            reason = f"{at_least}{tokens} LLM tokens, {key} = {data.sample_tokens}"
+            if data.too_long == "reject":
+                return Quarantined.of(sample, "too_long", reason)
+            return self._cut(MeasuredSample(sample, source, tokens, targets, items), features, reason)
         except BadConversationError as bad:
             return Quarantined.of(sample, bad.kind, str(bad))
-        max_tokens = data.sample_tokens
-        if tokens > max_tokens:
-            key = "data.max_sample_tokens" if max_tokens == data.max_sample_tokens else "data.seq_len"
-            at_least = "" if targets else "at least "  # the counter stopped early
-            return Quarantined.of(sample, "too_long", f"{at_least}{tokens} LLM tokens, {key} = {max_tokens}")
-        return MeasuredSample(sample, source, tokens, targets, items)
+
+    def _cut(self, whole: MeasuredSample, features: MediaFeatures, reason: str) -> MeasuredSample | Quarantined:
+        """Return the first tokens of a sample that is too long. reason: why it is."""
+        sample = whole.sample
+        if sum(len(turn.text) + len(turn.fields) for turn in sample.turns) > MAX_CUT_CHARACTERS:
+            what = f"{reason}; texts above {MAX_CUT_CHARACTERS:,} characters are not cut: divide them"
+            return Quarantined.of(sample, "too_long", what)
+        encoded = self._tokenizer.encode(sample, features)
+        end, num_whole = find_cut(encoded.ids, tokens_of_items(self._tokenizer), features, self._data.sample_tokens)
+        targets = int((cut_encoded(encoded, end).labels != IGNORE_INDEX).sum())
+        if not targets:
+            return Quarantined.of(sample, "too_long", f"{reason}; the first {end} hold nothing to learn")
+        modalities = {encoder.unit: encoder.modality for encoder in self._encoders} | {GENERATOR: GENERATOR}
+        items = {unit: media[: num_whole.get(modalities[unit], 0)] for unit, media in whole.items.items()}
+        return MeasuredSample(replace(sample, cut=make_cut(end, features)), whole.source, end, targets, items)
 
     def _find_items(self, sample: Sample) -> dict[str, list[MediumItems]] | Quarantined:
         """Return for each encoder the items of each medium that it reads."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, overload
 
 from mmtrain.balance.columns import Lengths
-from mmtrain.data.formats.sample import Sample, Turn
+from mmtrain.data.formats.sample import Sample, SampleCut, Turn
 from mmtrain.data.media.media_bytes import FileMedia, InlineMedia, Media, ParquetCell, TarMember
 
 _ARCHIVE_MEDIA: dict[str, type[TarMember] | type[ParquetCell] | type[InlineMedia]] = {
@@ -58,7 +58,11 @@ def sample_record(sample: Sample, content: str) -> bytes:
     images, clips, videos = (
         ",".join(map(_media_json, media)) for media in (sample.images, sample.clips, sample.videos)
     )
-    drawn = f",[{','.join(map(_media_json, sample.target_images))}]" if sample.target_images else ""
+    drawn = ""
+    if sample.target_images or sample.cut is not None:
+        drawn = f",[{','.join(map(_media_json, sample.target_images))}]"
+    if sample.cut is not None:
+        drawn += f",[{sample.cut.tokens},{_json_text(sample.cut.features)}]"
     return f"[{_json_text(sample.source)},[{images}],[{clips}],[{videos}],{content}{drawn}]".encode("ascii")
 
 
@@ -73,7 +77,8 @@ def content_json(sample: Sample) -> str:
         ]
     )
     template = "null" if sample.template is None else _json_text(sample.template)
-    tools = ',""' if sample.target_images and not sample.tools else _more(sample.tools)  # the images follow them
+    is_followed = sample.target_images or sample.cut is not None
+    tools = ',""' if is_followed and not sample.tools else _more(sample.tools)
     return f"{_json_text(sample.id)},{sample.index},[{turns}],{template}{tools}"
 
 
@@ -98,6 +103,7 @@ def sample_from_record(record: bytes) -> Sample:
         tuple(map(_media_from_json, videos)),
         tools,
         tuple(map(_media_from_json, target_images)),
+        SampleCut(*more[2]) if len(more) > 2 else None,
     )
 
 

@@ -25,6 +25,7 @@ from mmtrain.data.media.item_readers import ITEM_READERS
 from mmtrain.data.media.media_bytes import BadMediaError
 from mmtrain.data.media.target_images import TargetImageReader
 from mmtrain.data.stream.group_stream import GroupStream
+from mmtrain.data.text.cut_samples import encode_kept
 from mmtrain.data.text.load_tokenizer import load_recipe_tokenizer
 from mmtrain.data.text.sample_tokenizer import EncodedSample, SampleTokenizer
 from mmtrain.errors import RunError
@@ -152,7 +153,7 @@ class BatchBuilder:
         sample = self._index.samples[sample_id]
         self._monitor.on_read(None)
         try:
-            return self._tokenizer.encode(sample, self._index.media_features(sample_id))
+            return encode_kept(self._tokenizer, sample, self._index.media_features(sample_id))
         except Exception as error:
             raise RunError(f"{sample} cannot be encoded: {type(error).__name__}: {error}") from error
 

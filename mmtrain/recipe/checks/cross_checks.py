@@ -113,8 +113,16 @@ def check_validation(recipe: Recipe) -> Iterator[Problem]:
     """Validation and evaluation have samples."""
     for name in ("validate_every", "evaluate_every"):
         every = getattr(recipe.train, name)
-        if every and not recipe.data.validation:
-            yield Problem(("train", name), f"{every}, but data.validation is empty; add a source, or set 0")
+        if every and not recipe.data.held_out_sources:
+            text = f"{every}, but data.validation is empty; add a source, set data.validation_fraction, or set 0"
+            yield Problem(("train", name), text)
+    fraction = recipe.data.validation_fraction
+    if fraction is not None and recipe.data.validation:
+        text = f"{fraction:g}, but data.validation names sources of held-out samples; give one of the two"
+        yield Problem(("data", "validation_fraction"), text)
+    elif fraction is not None and all(_lengths_only(recipe)):
+        text = f"{fraction:g}, but sources that state lengths have no samples to hold out; remove it"
+        yield Problem(("data", "validation_fraction"), text)
 
 
 def check_sources(recipe: Recipe) -> Iterator[Problem]:
@@ -128,6 +136,11 @@ def check_sources(recipe: Recipe) -> Iterator[Problem]:
         if is_lengths_source(Path(str(source.path)), source.format):
             text = "states lengths, which is nothing to validate on; name a source of samples"
             yield Problem(("data", "validation", i), text)
+    for i, (source, has_lengths) in enumerate(zip(data.sources, lengths_only, strict=True)):
+        for name in ("max_samples", "columns"):
+            if has_lengths and getattr(source, name):
+                text = "set for a source that states lengths, which has no samples; remove it"
+                yield Problem(("data", "sources", i, name), text)
     for name in ("sources", "validation"):
         for i, source in enumerate(getattr(data, name)):
             if source.captions == "draw" and recipe.model.generator is None:

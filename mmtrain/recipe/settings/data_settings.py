@@ -7,6 +7,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, mod
 
 from mmtrain.plugins import installed_plugins
 from mmtrain.recipe.settings.base import NOTHING, PositiveFloat, PositiveInt, Section, setting
+from mmtrain.recipe.settings.source_columns import Columns
 from mmtrain.recipe.settings.source_path import SourcePath
 from mmtrain.recipe.settings.text_settings import SpecialTokenSettings
 
@@ -75,12 +76,26 @@ class SourceSettings(Section):
         description="Folder, or its URL, where relative paths of images, clips and videos start. Media must lie inside "
         "it. Default: the folder of the data file.",
     )
+    columns: Columns = setting(
+        {},
+        affects={"plan", "lengths"},
+        added_later=True,
+        description="Where the samples of this source have what mmtrain's keys mean, if they call it otherwise: "
+        "`{messages: data.turns, images: pictures}`. Paths lead into objects, and by numbers into lists.",
+    )
     weight: float = setting(
         1.0,
         gt=0,
         le=10_000,
         affects={"plan"},
         description="How often an epoch uses each sample of this source; 2 means twice.",
+    )
+    max_samples: PositiveInt | None = setting(
+        None,
+        affects={"plan", "lengths"},
+        added_later=True,
+        description="Only the first so many samples of this source are read, those that cannot be used among them. "
+        "Default: all.",
     )
     share: ShareSchedule = setting(
         None,
@@ -425,6 +440,16 @@ class DataSettings(Section):
     validation: tuple[SourceSettings, ...] = setting(
         (), affects=NOTHING, description="Held-out samples for the validation loss and for `mmtrain evaluate`."
     )
+    validation_fraction: float | None = setting(
+        None,
+        gt=0,
+        lt=1,
+        affects={"plan", "lengths", "steps", "resume"},
+        added_later=True,
+        description="Fraction of the samples of `sources` that is held out for the validation loss and for `mmtrain "
+        "evaluate`, in place of `validation`. A hash of each sample decides, which is the same on every machine. "
+        "Default: all samples of `sources` train.",
+    )
     share_unit: Literal["tokens", "samples"] = setting(
         "tokens",
         affects={"plan", "steps", "resume"},
@@ -449,8 +474,16 @@ class DataSettings(Section):
     max_sample_tokens: PositiveInt | None = setting(
         None,
         affects={"plan", "lengths", "steps"},
-        description="Most LLM tokens of one sample. Longer samples are quarantined. Default: `seq_len`. Required with "
-        "`seq_len: auto`.",
+        description="Most LLM tokens of one sample; `too_long` says what becomes of longer ones. Default: `seq_len`. "
+        "Required with `seq_len: auto`.",
+    )
+    too_long: Literal["reject", "cut"] = setting(
+        "reject",
+        affects={"plan", "lengths", "steps", "resume"},
+        added_later=True,
+        description="What becomes of samples of more LLM tokens than that. `reject`: they are quarantined. `cut`: "
+        "their first tokens train, without an end of the answer that is cut. A medium that would be cut is left out, "
+        "with all that follows. `mmtrain evaluate` does not ask such samples.",
     )
     max_images: PositiveInt = setting(
         64,
@@ -550,6 +583,17 @@ class DataSettings(Section):
         description="Seconds in which a producer that owes steps makes none, after which others make them although it "
         "still answers. It is tried again later, each time after a longer pause. Keep this below `train.watchdog_s`.",
     )
+
+    @property
+    def held_out_sources(self) -> tuple[SourceSettings, ...]:
+        """Return the sources of held-out samples; none where nothing is held out.
+
+        With `validation_fraction` they are those of training, of which a part is held out. Each sample is used once.
+        """
+        if self.validation_fraction is None:
+            return self.validation
+        once = {"share": None, "weight": 1.0}
+        return tuple(source.model_copy(update=once) for source in self.sources)
 
     @property
     def tokenizer_path(self) -> Path:

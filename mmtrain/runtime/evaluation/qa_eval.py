@@ -110,9 +110,11 @@ class GivenAnswers:
 def select_questions(index: DataIndex, limit: int | None) -> list[HeldOutQuestion]:
     """Return a question for every sample, or for `limit` samples evenly spaced in the index.
 
-    Samples whose last answer is an image, or has one, ask no question that a text answers.
+    Samples whose last answer is an image, or has one, ask no question that a text answers. Those that are cut have no
+    last answer.
     """
-    numbers = [number for number, sample in enumerate(index.samples) if not draws_last(sample)]
+    asking = (number for number, sample in enumerate(index.samples) if not draws_last(sample))
+    numbers = [number for number in asking if index.samples[number].cut is None]
     return [
         HeldOutQuestion(n, index.samples[n]) for n in evenly_spaced(numbers, len(numbers) if limit is None else limit)
     ]
@@ -235,7 +237,8 @@ def build_held_out_evaluation(rank_context: RankContext) -> Callable[[], GivenAn
     if not questions:
         raise UserError(
             f"train.evaluate_every: found {recipe.train.evaluate_every}, allowed with this data.validation: 0, because "
-            "the last answer of every held-out sample has an image to draw; train.validate_every computes its loss"
+            "the last answer of every held-out sample has an image to draw, or is cut; train.validate_every computes "
+            "its loss"
         )
     generator = GreedyGenerator.of(rank_context, tokenizer)
     answerer = QuestionAnswerer(generator, recipe, tokenizer, index, rank_context.world)

@@ -84,7 +84,9 @@ def draw_held_out(
     world = drawer.world
     options = choose_options(request, drawer.settings)
     assert options is not None, "a drawer has a generator"
-    with_targets = [number for number, sample in enumerate(drawer.index.samples) if sample.target_images]
+    with_targets = [
+        number for number, sample in enumerate(drawer.index.samples) if sample.target_images and sample.cut is None
+    ]
     numbers = evenly_spaced(with_targets, request.samples or DEFAULT_IMAGES)
     if not numbers:
         return None, []

@@ -21,6 +21,7 @@ from mmtrain.costs.layer_arithmetic import num_parameters
 from mmtrain.data import DataIndex, Quarantined, Sample, SampleTokenizer, build_index, load_recipe_tokenizer
 from mmtrain.data.formats.read_source import read_samples
 from mmtrain.data.formats.sample import written_text
+from mmtrain.data.formats.sample_split import SampleSplit
 from mmtrain.data.index.data_index import check_bad_rate
 from mmtrain.errors import CheckpointError, LaunchError, UserError
 from mmtrain.models.megatron import ParallelGroups
@@ -243,10 +244,11 @@ def _by_template(questions: Iterable[HeldOutQuestion]) -> dict[str, list[HeldOut
 def _load_recipe(run_dir: Path) -> Recipe:
     """Load the recipe of a run. Raises UserError if there is none, or if it has no held-out data."""
     recipe = load_run_recipe(run_dir)
-    if not recipe.data.validation:
+    if not recipe.data.held_out_sources:
         raise UserError(
             f"{run_dir / RECIPE_FILE}: data.validation: no held-out data to ask about; add a source of samples that "
-            "training does not see, such as `validation: [{path: heldout.json}]` under `data`"
+            "training does not see, such as `validation: [{path: heldout.json}]` under `data`, or set "
+            "data.validation_fraction before training"
         )
     return recipe
 
@@ -260,7 +262,8 @@ def _require_checkpoint(root: Path, recipe: Recipe) -> None:
 
 def _training_answers(recipe: Recipe, tokenizer: SampleTokenizer) -> list[tuple[str, str]]:
     """Read (template, answer) of every training sample, directly from the files: no image needs to be opened."""
-    entries = (entry for source in recipe.data.sources for entry in read_samples(source, recipe.data.limits))
+    split = SampleSplit.of(recipe.data, "train")
+    entries = (entry for source in recipe.data.sources for entry in read_samples(source, recipe.data.limits, split))
     answered = (entry for entry in entries if isinstance(entry, Sample) and entry.answer.strip())
     return [(sample.template or NO_TEMPLATE, tokenizer.final_text(written_text(sample.answer))) for sample in answered]
 
