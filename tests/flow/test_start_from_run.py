@@ -12,7 +12,7 @@ from mmtrain.errors import UserError
 from mmtrain.models.shapes.model_shape import build_model_shape
 from mmtrain.recipe import dump_recipe
 from mmtrain.report import read_metrics
-from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, RECIPE_FILE
+from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, PLAN_FILE, RECIPE_FILE
 from mmtrain.runtime.training.start_weights import check_start_weights
 from mmtrain.weights.adapters import adapted_weights, adapter_names, read_parameter
 from tests.flow.runs import refuse, request_for, run_all
@@ -45,7 +45,10 @@ def test_a_run_starts_from_merged_adapters_of_another_on_another_plan(data: Path
 
     # The first run cannot go on without its adapters.
     bare = request_for(data, tmp_path / "first", *steps, "parallel.placement=unified", "train.steps=3", resume=True)
+    files = [tmp_path / "first" / name for name in (RECIPE_FILE, PLAN_FILE)]
+    contents = [path.read_bytes() for path in files]
     assert "could not be continued: train.lora: rank=4" in run_all(bare, bare)[0]
+    assert [path.read_bytes() for path in files] == contents
 
     # Resumed, it needs the first run no more.
     shutil.rmtree(tmp_path / "first")

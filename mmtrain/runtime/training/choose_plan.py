@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from mmtrain.checkpoint import find
 from mmtrain.costs import machine_for
 from mmtrain.costs.hardware import GIB
 from mmtrain.data import DataIndex
@@ -26,7 +27,7 @@ from mmtrain.program import build_program
 from mmtrain.recipe import Recipe
 from mmtrain.report.runlog import time_of_last_step
 from mmtrain.runtime.resilience.out_of_memory import smallest_device_memory
-from mmtrain.runtime.run_folder import PLAN_FILE
+from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, PLAN_FILE, RECIPE_FILE
 from mmtrain.runtime.training.standby_plans import (
     is_made_for,
     load_plan_of_run,
@@ -57,8 +58,17 @@ class ChosenPlan:
         return [*describe_plan_change(self.before, self.plan), f"the plan {origin}"]
 
 
+def keeps_files(request: TrainRequest) -> bool:
+    """Return whether recipe and plan in the run's folder stay until a checkpoint is restored.
+
+    A resume may still be refused, and those in the folder are what the run was trained by.
+    """
+    folder = request.run_dir
+    return request.resume and (folder / RECIPE_FILE).exists() and bool(find(folder / CHECKPOINTS_FOLDER))
+
+
 def choose_plan(request: TrainRequest, world: World, index: DataIndex) -> ChosenPlan:
-    """Return the same plan on all ranks; rank 0 chooses it and writes it into the run's folder.
+    """Return the same plan on all ranks; rank 0 chooses it and writes it into the folder of a new run.
 
     An elastic run that goes on uses no plan that does not fit its devices: it makes another one, for what they have. A
     run on GPUs of several kinds plans for the memory of the smallest.
@@ -98,7 +108,8 @@ def _choose(request: TrainRequest, num_ranks: int, index: DataIndex, device: Dev
         )
         planning_s = time.perf_counter() - start_s
     with disk_errors_named(run_dir):
-        write_whole(run_dir / PLAN_FILE, plan.file_text())
+        if not keeps_files(request):
+            write_whole(run_dir / PLAN_FILE, plan.file_text())
         if request.elastic:
             save_standby_plan(run_dir, plan)  # for when the run has had fewer ranks and gets these back
     has_other_ranks = before is not None and before.world_size != num_ranks

@@ -74,7 +74,7 @@ def build_run(session: RankSession, chosen: ChosenPlan) -> RankRun:
     position = RunPosition()
     if request.resume:
         activity.start(RESTORING)
-        position = restore_run(request, patient_world, rank_context, session.index, console)
+        position = restore_run(request, patient_world, rank_context, chosen.plan, session.index, console)
     activity.start(INDEXING)
     attention = describe_attention(recipe, rank_context.shape, world.device, rank_context.dtype)
     loss = planned_loss(chosen.plan, rank_context.shape)

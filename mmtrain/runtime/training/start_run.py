@@ -36,6 +36,7 @@ from mmtrain.runtime.resilience.failures import clear_failures
 from mmtrain.runtime.resilience.folder_lock import FolderLock
 from mmtrain.runtime.run_folder import (
     CHECKPOINTS_FOLDER,
+    PLAN_FILE,
     QUARANTINE_FILE,
     RECIPE_FILE,
     RUN_STATE_FILE,
@@ -44,7 +45,7 @@ from mmtrain.runtime.run_folder import (
     write_run_state,
 )
 from mmtrain.runtime.run_owner import FolderClaim
-from mmtrain.runtime.training.choose_plan import ChosenPlan
+from mmtrain.runtime.training.choose_plan import ChosenPlan, keeps_files
 from mmtrain.runtime.training.go_back import go_back, read_skipped_positions
 from mmtrain.runtime.training.hooks.guards import COURSE_STATE
 from mmtrain.runtime.training.train_request import TrainRequest
@@ -53,7 +54,7 @@ from mmtrain.weights import start_folders
 
 
 def claim_run_folder(request: TrainRequest, lock: FolderLock) -> FolderClaim:
-    """Create the run's folder, take it by `lock`, and write the recipe there; call this on rank 0 only.
+    """Create the run's folder, take it by `lock`, and write a new run's recipe there; call this on rank 0 only.
 
     Raises UserError for a folder that a run is using, or with checkpoints of another run, and for `--resume` without a
     run.
@@ -75,7 +76,8 @@ def claim_run_folder(request: TrainRequest, lock: FolderLock) -> FolderClaim:
     with disk_errors_named(folder):
         if request.go_back is not None:
             _notify(go_back(folder, request.go_back, SavingRun(claim.run_id, claim.require)))
-        write_whole(folder / RECIPE_FILE, dump_recipe(request.recipe))
+        if not keeps_files(request):
+            write_whole(folder / RECIPE_FILE, dump_recipe(request.recipe))
         clear_failures(folder)
         if (folder / RUN_STATE_FILE).exists() and not read_run_state(folder):
             _notify(set_aside(folder / RUN_STATE_FILE, "the step is that of the checkpoint"))
@@ -104,11 +106,12 @@ class RunPosition:
 
 
 def restore_run(
-    request: TrainRequest, world: World, rank_context: RankContext, index: DataIndex, console: Console
+    request: TrainRequest, world: World, rank_context: RankContext, plan: Plan, index: DataIndex, console: Console
 ) -> RunPosition:
     """Load the newest good checkpoint, if the run has saved one; return where to continue.
 
-    Raises UserError if settings changed on which the weights or the order of the data depend.
+    Then the run's recipe and plan are in its folder. Raises UserError if settings changed on which the weights or the
+    order of the data depend.
     """
     if not world.on_first(lambda: bool(find(request.run_dir / CHECKPOINTS_FOLDER))):
         console.print(f"{request.run_dir} holds no checkpoint yet: starting from the first step")
@@ -131,6 +134,7 @@ def restore_run(
         world=world,
         require=require_same_facts,
     )
+    world.on_first(lambda: _write_files(request, plan))
     console.print(f"resuming after step {checkpoint.step} from {checkpoint.folder}")
     if converted := describe_converted_moments(checkpoint, rank_context.recipe.train.optimizer.moments):
         console.print(converted, style="yellow", highlight=False, soft_wrap=True)
@@ -183,6 +187,12 @@ _OPTIONAL_FACTS = ("train.lora", _GROUPING_VERSION)
 def _is_encoder_position(key: str) -> bool:
     """Return whether a fact says which of the named encoders this one is; there is one such fact for each of them."""
     return key.startswith("model.encoders.") and key.endswith(f".{POSITION_KEY}")
+
+
+def _write_files(request: TrainRequest, plan: Plan) -> None:
+    with disk_errors_named(request.run_dir):
+        write_whole(request.run_dir / RECIPE_FILE, dump_recipe(request.recipe))
+        write_whole(request.run_dir / PLAN_FILE, plan.file_text())
 
 
 def resume_facts(recipe: Recipe, index: DataIndex) -> dict[str, object]:
