@@ -106,4 +106,4 @@ class DeltaNetArithmetic:
 
 # Of the numbers between the linears, how many are alive at once in a backward, gradients among them, and how often each
 # is read or written in a forward.
-_WORKING_SHARE, _MOVES = 1.5, 3.0
+_WORKING_SHARE, _MOVES = 1.25, 3.0
