@@ -6,7 +6,12 @@ from itertools import zip_longest
 
 from mmtrain.costs import layer_arithmetic as analytic
 from mmtrain.costs import merger_arithmetic, resampler_arithmetic
-from mmtrain.costs.block_arithmetic import Gemm, joins_attention_output, mixer_arithmetic, mlp_arithmetic
+from mmtrain.costs.block_arithmetic import (
+    attention_arithmetic,
+    joins_attention_output,
+    mixer_arithmetic,
+    mlp_arithmetic,
+)
 from mmtrain.costs.block_pieces import (
     ADD,
     DOWN,
@@ -24,11 +29,13 @@ from mmtrain.costs.block_pieces import (
 )
 from mmtrain.costs.collectives import CollectiveKind, GroupLayout, collective_seconds
 from mmtrain.costs.cost_model import ComputeKind, LayerWork, PassDirection, PieceCost, TokenLoad, TokenSplit
+from mmtrain.costs.delta_net_arithmetic import DeltaNetArithmetic
 from mmtrain.costs.expert_costs import ExpertGroup, copied_elements, expert_exchange_seconds
 from mmtrain.costs.framework import OWN_RUNTIME, Execution
 from mmtrain.costs.gradient_reduction import BYTES_PER_GRADIENT
 from mmtrain.costs.hardware import ELEMENT_BYTES, Hardware, Precision
 from mmtrain.costs.offload_costs import offloaded_bytes, offloaded_seconds
+from mmtrain.costs.part_records import Gemm
 from mmtrain.models.shapes.layer_shape import Attention, MoeMlp
 from mmtrain.models.shapes.model_shape import BLOCK_KINDS, MLP_CHUNK_TOKENS, LayerShape, num_pieces
 
@@ -358,7 +365,8 @@ class AnalyticCosts:
                 adapter_s = sum(map(self._gemm, pair)) * (2 if is_backward else 1)
                 adapter_s += ADAPTER_KERNELS * self.hardware.kernel_launch_s
                 adapter_s += 3 * out.m * out.n * self.element_bytes / self.hardware.moved_bytes_per_s
-                is_in_mixture = isinstance(layer.mlp, MoeMlp) and linear not in layer.attention.linears
+                of_mixer = () if layer.mixer is None else layer.mixer.linears
+                is_in_mixture = isinstance(layer.mlp, MoeMlp) and linear not in of_mixer
                 if is_row_parallel != is_backward and not is_in_mixture:
                     adapter_s += self.collective("all_reduce", low.m * low.n * self.element_bytes, GroupLayout(tp))
             seconds.append(adapter_s)
@@ -428,6 +436,8 @@ class AnalyticCosts:
         if layer.mixer is None:
             return 0.0
         mixer = mixer_arithmetic(layer)
+        if isinstance(mixer, DeltaNetArithmetic):
+            return mixer.rule_seconds(self.hardware, load, tp, direction)
         flops = mixer.num_passes * mixer.flops(load, tp)
         if not flops:
             return 0.0
@@ -457,7 +467,7 @@ class AnalyticCosts:
         attention, length = layer.attention, load.max_len
         num_pairs = load.sum_sq
         if layer.kind == "resampler":
-            num_pairs, length = mixer_arithmetic(layer).query_key_pairs(load), layer.projector.features_per_item
+            num_pairs, length = attention_arithmetic(layer).query_key_pairs(load), layer.projector.features_per_item
         num_scores = attention.heads * num_pairs // tp
         share_of_peak = self.hardware.efficiency_at(length * attention.heads // tp, length, attention.head_dim)
         products_s = 4 * num_scores * attention.head_dim * self.hardware.clock / (peak * share_of_peak)

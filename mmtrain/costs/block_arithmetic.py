@@ -5,12 +5,13 @@ for a token of the whole layer; those that tensor parallelism divides are divide
 """
 
 import math
-from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from mmtrain.costs import generator_arithmetic as diffusion
 from mmtrain.costs.cost_model import TokenLoad
+from mmtrain.costs.delta_net_arithmetic import DeltaNetArithmetic
 from mmtrain.costs.expert_spread import arriving_rows, fullest_rank_load, ranks_of_token
+from mmtrain.costs.part_records import FP32_BYTES, INDEX_BYTES, Gemm, PartParameters, SavedWidths
 from mmtrain.models.shapes.layer_shape import (
     EXPERT_LINEARS,
     ROUTER,
@@ -18,47 +19,10 @@ from mmtrain.models.shapes.layer_shape import (
     SHARED_GATE,
     Attention,
     DenseMlp,
+    GatedDeltaNet,
     LayerShape,
     MoeMlp,
 )
-
-INDEX_BYTES = 8
-FP32_BYTES = 4
-
-
-@dataclass(frozen=True, slots=True)
-class Gemm:
-    """The product (m, k) x (k, n) of activations with a weight, or of even parts of the rows with a weight each."""
-
-    m: int
-    n: int
-    k: int
-    groups: int = 1  # weights
-
-    @property
-    def num_weights(self) -> int:
-        """Numbers of its weights."""
-        return self.groups * self.n * self.k
-
-    @property
-    def flops(self) -> int:
-        """FLOPs of the GEMM."""
-        return 2 * self.m * self.n * self.k
-
-
-class PartParameters(NamedTuple):
-    """The parameters of a mixer or an MLP."""
-
-    divided: int  # that tensor parallelism divides among ranks
-    whole: int  # that every rank holds
-
-
-class SavedWidths(NamedTuple):
-    """What a mixer or an MLP keeps of a token from forward to backward when nothing is recomputed."""
-
-    divided: int  # numbers that tensor parallelism divides among ranks
-    on_rank: int = 0  # numbers of one rank
-    fixed_bytes: int = 0  # of one rank, in fp32 or as indices, whatever the precision
 
 
 class AttentionArithmetic:
@@ -72,8 +36,8 @@ class AttentionArithmetic:
 
     def gemms(self, tokens: int, tp: int) -> tuple[Gemm, ...]:
         """Return the GEMMs with weights that one of `tp` ranks computes in forward."""
-        hidden, inner = self.layer.hidden, self.attention.inner_width
-        return Gemm(tokens, (inner + self.attention.kv_width) // tp, hidden), Gemm(tokens, hidden, inner // tp)
+        hidden, attention = self.layer.hidden, self.attention
+        return Gemm(tokens, attention.first_width // tp, hidden), Gemm(tokens, hidden, attention.inner_width // tp)
 
     def flops(self, load: TokenLoad, tp: int) -> int:
         """Return the forward FLOPs of the products without weights: scores, and their sum over values."""
@@ -120,7 +84,7 @@ class AttentionArithmetic:
         """Return the number of parameters."""
         attention, hidden = self.attention, self.layer.hidden
         inner, kv_width = attention.inner_width, attention.kv_width
-        divided = (inner + kv_width) * (hidden + int(attention.qkv_bias)) + inner * hidden
+        divided = attention.first_width * (hidden + int(attention.qkv_bias)) + inner * hidden
         divided += (inner + kv_width // 2) * int(attention.joint_qk_norm)
         whole = int(self.layer.linear_bias) * hidden + 2 * attention.head_dim * int(attention.qk_norm)
         return PartParameters(divided, whole)
@@ -136,7 +100,7 @@ class AttentionArithmetic:
         head_norms = inner if attention.qk_norm and attention.kv_heads < attention.heads else 0
         head_norm_inputs = (inner + kv_width // 2) * int(attention.qk_norm)
         head_norms += 2 * (inner + kv_width // 2) * int(attention.joint_qk_norm)
-        gathered = (tp - 1) * (inner + kv_width) if attention.kv_heads < tp else 0  # keys and values of all ranks
+        gathered = (tp - 1) * attention.first_width if attention.kv_heads < tp else 0  # keys and values of all ranks
         image_rows = 2 * inner if attention.image_spans else 0  # queries and outputs of the second pass
         fixed_bytes = FP32_BYTES * (self.num_passes * attention.heads // tp)  # of each head's softmax
         fixed_bytes += FP32_BYTES * (num_heads // tp) * int(attention.qk_norm)
@@ -145,7 +109,9 @@ class AttentionArithmetic:
         fixed_bytes += 2 * INDEX_BYTES * int(sorts_sequences)  # the order of the tokens, and back
         # Only torch's plainest kernel takes both a mask and grouped queries. It keeps the softmax of those rows.
         softmax = attention.heads * attention.window // tp if attention.image_spans else 0
-        divided = self._saved_of_heads(load, sorts_sequences) + gathered + head_norms + image_rows
+        # Of a gate its features, its sigmoid, and what it makes of the output.
+        gates = 3 * inner * int(attention.output_gate)
+        divided = self._saved_of_heads(load, sorts_sequences) + gathered + head_norms + image_rows + gates
         return SavedWidths(divided, softmax, fixed_bytes)
 
     def _saved_of_heads(self, load: TokenLoad, sorts_sequences: bool) -> int:
@@ -178,14 +144,20 @@ class AttentionArithmetic:
     @property
     def gradient_width(self) -> int:
         """Numbers of a token in gradients at the peak of backward: its output, and heads before and after rotation."""
-        return 3 * self.attention.inner_width + 2 * self.attention.kv_width
+        gates = 2 * self.attention.inner_width * int(self.attention.output_gate)
+        return 3 * self.attention.inner_width + 2 * self.attention.kv_width + gates
+
+    def working_bytes(self, load: TokenLoad, tp: int) -> int:
+        """Return what its backward needs beyond gradients of `gradient_width`: nothing."""
+        return 0
 
     @property
     def elementwise_width(self) -> int:
         """How many numbers rotation and norms of queries and keys move for a token in forward."""
         attention = self.attention
         passes = int(attention.rotates) + int(attention.qk_norm or attention.joint_qk_norm)
-        return 2 * passes * (attention.heads + attention.kv_heads) * attention.head_dim
+        gates = 5 * attention.inner_width * int(attention.output_gate)
+        return 2 * passes * (attention.heads + attention.kv_heads) * attention.head_dim + gates
 
 
 class DenseMlpArithmetic:
@@ -351,7 +323,7 @@ class MoeMlpArithmetic:
         return math.ceil(number * fullest_rank_load(self.mlp))
 
 
-MixerArithmetic: TypeAlias = AttentionArithmetic
+MixerArithmetic: TypeAlias = AttentionArithmetic | DeltaNetArithmetic
 MlpArithmetic: TypeAlias = DenseMlpArithmetic | MoeMlpArithmetic
 
 
@@ -360,8 +332,15 @@ def mixer_arithmetic(layer: LayerShape) -> MixerArithmetic:
     match layer.mixer:
         case Attention() as attention:
             return AttentionArithmetic(layer, attention)
+        case GatedDeltaNet() as delta_net:
+            return DeltaNetArithmetic(layer, delta_net)
         case None:
             raise AssertionError(f"a {layer.kind} without a mixer")
+
+
+def attention_arithmetic(layer: LayerShape) -> AttentionArithmetic:
+    """Return the costs of the layer's mixer, which must be attention."""
+    return AttentionArithmetic(layer, layer.attention)
 
 
 def mlp_arithmetic(layer: LayerShape) -> MlpArithmetic:

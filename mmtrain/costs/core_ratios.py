@@ -3,9 +3,9 @@
 from dataclasses import dataclass, replace
 
 from mmtrain.costs.analytic_costs import gemm_seconds
-from mmtrain.costs.block_arithmetic import Gemm
 from mmtrain.costs.cost_table import CoreSpeed
 from mmtrain.costs.hardware import Hardware, Precision
+from mmtrain.costs.part_records import Gemm
 
 GEMM_SIDE = 512  # of the GEMM that `CoreSpeed` times
 COPIED_BYTES = 2**26  # of its copy: larger than caches

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mmtrain.costs.block_arithmetic import mlp_arithmetic
+from mmtrain.models.shapes.layer_shape import Attention
 from mmtrain.models.shapes.model_shape import LayerShape
 
 _BLOCKS = ("vit_block", "decoder_block")
@@ -70,8 +71,9 @@ class Execution:
         if layer.kind not in _BLOCKS:
             return 0.0
         whole = 2 * (self.norm_moves - _FUSED_NORM_MOVES) + 2 * _MASK_MOVES * self.dropout
-        attention, ffn = layer.attention, mlp_arithmetic(layer).inner_width
-        rotated = (attention.heads + attention.kv_heads) * attention.head_dim * int(attention.rotates)
+        mixer, ffn, rotated = layer.mixer, mlp_arithmetic(layer).inner_width, 0
+        if isinstance(mixer, Attention):
+            rotated = (mixer.heads + mixer.kv_heads) * mixer.head_dim * int(mixer.rotates)
         split = rotated * (self.rotation_moves - _FUSED_ROTATION_MOVES) + ffn * self.activation_extra_moves
         return tokens * (whole * layer.hidden + split / tp)
 

@@ -22,17 +22,11 @@ from itertools import zip_longest
 from mmtrain.costs import generator_arithmetic as diffusion
 from mmtrain.costs import merger_arithmetic as merger
 from mmtrain.costs import resampler_arithmetic as resampler
-from mmtrain.costs.block_arithmetic import (
-    FP32_BYTES,
-    INDEX_BYTES,
-    Gemm,
-    fp32_norm_bytes,
-    mixer_arithmetic,
-    mlp_arithmetic,
-)
+from mmtrain.costs.block_arithmetic import fp32_norm_bytes, mixer_arithmetic, mlp_arithmetic
 from mmtrain.costs.cost_model import TokenLoad
 from mmtrain.costs.expert_spread import evenly_loaded
-from mmtrain.models.shapes.layer_shape import MoeMlp, block_linears, is_of_expert
+from mmtrain.costs.part_records import FP32_BYTES, INDEX_BYTES, Gemm
+from mmtrain.models.shapes.layer_shape import Attention, MoeMlp, block_linears, is_of_expert
 from mmtrain.models.shapes.model_shape import (
     BLOCK_KINDS,
     LayerShape,
@@ -95,7 +89,8 @@ def adapter_gemms(layer: LayerShape, load: TokenLoad, tp: int = 1) -> tuple[tupl
 def gemm_linears(layer: LayerShape) -> tuple[str, ...]:
     """Return the names of the linears that compute the first of the layer's `gemms`; only these may have an adapter."""
     if layer.kind in BLOCK_KINDS:
-        return (*layer.attention.linears, *mlp_arithmetic(layer).linears)
+        assert layer.mixer is not None, "blocks have a mixer"
+        return (*layer.mixer.linears, *mlp_arithmetic(layer).linears)
     return adaptable_linears(layer)
 
 
@@ -284,8 +279,9 @@ def _num_weights(layer: LayerShape, tp: int) -> int:
 
 def rotary_table_bytes(layer: LayerShape, load: TokenLoad, element_bytes: int) -> int:
     """Return the bytes of cosines and sines that rotate a microbatch's heads, which blocks of a stage share."""
-    attention = layer.attention
-    return load.tokens * attention.head_dim * element_bytes if attention.rotates else 0
+    mixer = layer.mixer
+    rotates = isinstance(mixer, Attention) and mixer.rotates
+    return load.tokens * layer.attention.head_dim * element_bytes if rotates else 0
 
 
 def _layer_activation_bytes(

@@ -8,12 +8,21 @@ import difflib
 from dataclasses import MISSING, Field, fields
 from typing import Any, get_args, get_type_hints
 
-from mmtrain.models.shapes.layer_shape import Attention, DenseMlp, GeneratorShape, MediaShape, MoeMlp, ProjectorShape
+from mmtrain.models.shapes.layer_shape import (
+    Attention,
+    DenseMlp,
+    GatedDeltaNet,
+    GeneratorShape,
+    MediaShape,
+    MoeMlp,
+    ProjectorShape,
+)
 from mmtrain.models.shapes.model_shape import LayerShape
 
 # Records of a layer, with the field that holds them. Another kind of mixer or MLP has its class here too.
 _HOLDERS: dict[type[Any], str] = {
     Attention: "mixer",
+    GatedDeltaNet: "mixer",
     DenseMlp: "mlp",
     MoeMlp: "mlp",
     MediaShape: "media",

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from mmtrain.costs import layer_arithmetic as analytic
 from mmtrain.costs.analytic_costs import AnalyticCosts
-from mmtrain.costs.block_arithmetic import joins_attention_output, mixer_arithmetic
+from mmtrain.costs.block_arithmetic import attention_arithmetic, joins_attention_output
 from mmtrain.costs.block_pieces import PieceCollective, piece_collectives, pieces_of, scale_pieces
 from mmtrain.costs.collectives import CollectiveKind, GroupLayout
 from mmtrain.costs.core_ratios import core_ratios
@@ -437,7 +437,7 @@ def attended_load(layer: LayerShape, load: TokenLoad) -> TokenLoad:
     mixer = layer.mixer
     if not isinstance(mixer, Attention) or not (mixer.window or mixer.window_side):
         return load
-    return replace(load, sum_sq=mixer_arithmetic(layer).query_key_pairs(load))
+    return replace(load, sum_sq=attention_arithmetic(layer).query_key_pairs(load))
 
 
 def _spaced(ascending: FloatArray) -> FloatArray:

@@ -3,8 +3,8 @@
 Its convolution is a linear of merged tokens; behind it are a linear of the LLM's width, a layer norm and a gated MLP.
 """
 
-from mmtrain.costs.block_arithmetic import FP32_BYTES, INDEX_BYTES, Gemm
 from mmtrain.costs.cost_model import PassDirection, TokenLoad
+from mmtrain.costs.part_records import FP32_BYTES, INDEX_BYTES, Gemm
 from mmtrain.models.shapes.model_shape import LayerShape
 
 

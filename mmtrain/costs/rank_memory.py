@@ -422,7 +422,8 @@ def _block_gradient_bytes(held: RankLayer, load: TokenLoad, precision: Precision
     last_linear = gathered + 2 * ffn - kept  # the output made again, if it is not kept, and its gradient
     activation = ffn + input_width - kept
     first_linear = gathered + layer.hidden - kept
-    attention = mixer_arithmetic(layer).gradient_width // held.tp - input_width - kept
+    mixer = mixer_arithmetic(layer)
+    in_mixer = mixer.gradient_width // held.tp - input_width - kept
     copied = mlp.copied_weights // held.tp if precision == "bf16" else 0
     tokens = min(load.tokens, MLP_CHUNK_TOKENS) if held.recompute else load.tokens
     in_mlp = max(last_linear * tokens + copied // 2, activation * tokens, first_linear * tokens + copied)
@@ -434,7 +435,8 @@ def _block_gradient_bytes(held: RankLayer, load: TokenLoad, precision: Precision
         in_mlp += (input_width + kept + 2 * states) * tokens + (states - input_width - kept) * load.tokens
     element_bytes = ELEMENT_BYTES[precision]
     exchanged = exchange_buffer_bytes(layer, held.tp, load, element_bytes)
-    return float(max(in_mlp * element_bytes, attention * load.tokens * element_bytes + exchanged))
+    of_mixer = in_mixer * load.tokens * element_bytes + mixer.working_bytes(load, held.tp)
+    return float(max(in_mlp * element_bytes, of_mixer + exchanged))
 
 
 def _head_gradient_bytes(held: RankLayer, load: TokenLoad, precision: Precision) -> float:

@@ -4,8 +4,9 @@ Its learned queries are projected once for all items; then each item has them as
 item's tokens. Tensor parallelism splits heads, and the inputs of the last linear.
 """
 
-from mmtrain.costs.block_arithmetic import FP32_BYTES, INDEX_BYTES, Gemm, resampled_tokens
+from mmtrain.costs.block_arithmetic import resampled_tokens
 from mmtrain.costs.cost_model import PassDirection, TokenLoad
+from mmtrain.costs.part_records import FP32_BYTES, INDEX_BYTES, Gemm
 from mmtrain.models.shapes.model_shape import LayerShape
 
 _NUM_OWN_NORMS = 2  # of queries and of attention's output; those before them are of the encoder's tokens

@@ -17,7 +17,9 @@ from mmtrain.families.weight_layouts import (
     fused_down,
     fused_gate_and_up,
     gate_and_up,
+    gated_query_key_value,
     head_features,
+    parts_by_head,
     query_key_value,
     vocabulary,
 )
@@ -39,7 +41,11 @@ PLAIN_MIXTURE: Settings = {
 }
 
 _TIED_KEY = "tie_word_embeddings"
-_FULL, _SLIDING = "full_attention", "sliding_attention"  # what `layer_types` says of a block
+_FULL, _SLIDING, _LINEAR = (
+    "full_attention",
+    "sliding_attention",
+    "linear_attention",
+)  # what `layer_types` says of a block
 
 
 def decoder_settings(
@@ -66,6 +72,8 @@ def decoder_settings(
         "ffn": config.integer("intermediate_size", assumed["intermediate_size"]),
         "mlp": "swiglu",
         "moe": None,
+        "delta_net": None,
+        "attention_gate": False,
         "rope_width": None,
         "qk_norm": False,
         "window": None,
@@ -133,18 +141,11 @@ def decoder_weights(
 def _block_weights(llm: Settings, block: int, theirs: str, layout: ExpertLayout) -> Iterator[ParameterSource]:
     ours = f"llm.layers.{block + 1}."
     hidden, ffn = llm["hidden"], llm["ffn"]
-    heads, kv_heads, head_dim = llm["heads"], llm["kv_heads"], llm["head_dim"]
-    attention = f"{theirs}self_attn."
     yield as_is(f"{ours}input_layernorm.weight", f"{theirs}input_layernorm.weight", (hidden,))
-    for kind, inputs in (("weight", (hidden,)), ("bias", ()))[: 1 + llm["qkv_bias"]]:
-        projections = (f"{attention}q_proj.{kind}", f"{attention}k_proj.{kind}", f"{attention}v_proj.{kind}")
-        joint = f"{ours}self_attention.linear_qkv.{kind}"
-        yield query_key_value(joint, projections, heads, kv_heads, head_dim, inputs, llm["rope_width"])
-    for norm in "qk" if llm["qk_norm"] else "":
-        ours_name = f"{ours}self_attention.{norm}_layernorm.weight"
-        yield head_features(ours_name, f"{attention}{norm}_norm.weight", head_dim, llm["rope_width"])
-    output_shape = (hidden, heads * head_dim)
-    yield as_is(f"{ours}self_attention.linear_proj.weight", f"{attention}o_proj.weight", output_shape)
+    if llm["delta_net"] is not None and block not in llm["full_attention_blocks"]:
+        yield from _delta_net_weights(llm["delta_net"], hidden, f"{ours}self_attention.", f"{theirs}linear_attn.")
+    else:
+        yield from _attention_weights(llm, f"{ours}self_attention.", f"{theirs}self_attn.")
     before_mlp = "pre_feedforward_layernorm" if llm["post_norms"] else "post_attention_layernorm"
     yield as_is(f"{ours}pre_mlp_layernorm.weight", f"{theirs}{before_mlp}.weight", (hidden,))
     if llm["post_norms"]:
@@ -156,6 +157,43 @@ def _block_weights(llm: Settings, block: int, theirs: str, layout: ExpertLayout)
         return
     mixture = "block_sparse_moe." if layout == "apart, as Mixtral" else "mlp."
     yield from _mixture_weights(moe, hidden, (f"{ours}mlp.", f"{theirs}{mixture}"), layout)
+
+
+def _attention_weights(llm: Settings, ours: str, theirs: str) -> Iterator[ParameterSource]:
+    """Yield the weights of attention; `ours` and `theirs` are the prefixes of our parameters and of the tensors."""
+    hidden, heads, kv_heads, head_dim = llm["hidden"], llm["heads"], llm["kv_heads"], llm["head_dim"]
+    for kind, inputs in (("weight", (hidden,)), ("bias", ()))[: 1 + llm["qkv_bias"]]:
+        projections = (f"{theirs}q_proj.{kind}", f"{theirs}k_proj.{kind}", f"{theirs}v_proj.{kind}")
+        joint = f"{ours}linear_qkv.{kind}"
+        layout = gated_query_key_value if llm["attention_gate"] else query_key_value
+        yield layout(joint, projections, heads, kv_heads, head_dim, inputs, llm["rope_width"])
+    for norm in "qk" if llm["qk_norm"] else "":
+        yield head_features(
+            f"{ours}{norm}_layernorm.weight", f"{theirs}{norm}_norm.weight", head_dim, llm["rope_width"]
+        )
+    yield as_is(f"{ours}linear_proj.weight", f"{theirs}o_proj.weight", (hidden, heads * head_dim))
+
+
+def _delta_net_weights(delta_net: Settings, hidden: int, ours: str, theirs: str) -> Iterator[ParameterSource]:
+    """Yield the weights of a gated DeltaNet; `ours` and `theirs` are as in `_attention_weights`.
+
+    Ours have the rows of one key head after the other: its query, its key, and then what its value heads have.
+    """
+    heads, values = delta_net["key_heads"], delta_net["value_heads"]
+    key_width, value_width = heads * delta_net["key_head_dim"], values * delta_net["value_head_dim"]
+    convolved = (key_width, key_width, value_width)
+    joint = f"{theirs}in_proj_qkv.weight"
+    parts = [(joint, sum(convolved[:i]), width) for i, width in enumerate(convolved)]
+    for tensor, width in (("z", value_width), ("b", values), ("a", values)):
+        parts.append((f"{theirs}in_proj_{tensor}.weight", 0, width))
+    yield parts_by_head(f"{ours}linear_in.weight", parts, heads, (hidden,))
+    tensor = f"{theirs}conv1d.weight"
+    parts = [(tensor, sum(convolved[:i]), width) for i, width in enumerate(convolved)]
+    yield parts_by_head(f"{ours}taps", parts, heads, (1, delta_net["taps"]), (delta_net["taps"],))
+    yield as_is(f"{ours}decay_log", f"{theirs}A_log", (values,))
+    yield as_is(f"{ours}step_bias", f"{theirs}dt_bias", (values,))
+    yield as_is(f"{ours}norm.weight", f"{theirs}norm.weight", (delta_net["value_head_dim"],))
+    yield as_is(f"{ours}linear_proj.weight", f"{theirs}out_proj.weight", (hidden, value_width))
 
 
 def _mixture_weights(
@@ -230,6 +268,34 @@ def window_settings(
     if window is None:
         config.reject("layer_types", f"found {_SLIDING}, but the config has no sliding window")
     return {"window": window, "full_attention_blocks": full}
+
+
+def mixer_settings(config: ConfigSection, num_blocks: int) -> Settings:
+    """Return which blocks have a gated DeltaNet in the place of attention, and its widths."""
+    interval = config.integer("full_attention_interval", 4)
+    kinds = config.value("layer_types")
+    if kinds is None:
+        kinds = [_LINEAR if (block + 1) % interval else _FULL for block in range(num_blocks)]
+    is_list = isinstance(kinds, list) and len(kinds) == num_blocks
+    if not is_list or not all(kind in (_FULL, _LINEAR) for kind in kinds):
+        config.reject("layer_types", f"found {kinds}, allowed: {_FULL} or {_LINEAR} for each of {num_blocks} layers")
+        kinds = [_FULL] * num_blocks
+    full = tuple(block for block, kind in enumerate(kinds) if kind == _FULL)
+    if not full:
+        config.reject("layer_types", f"{_LINEAR} in all layers is not supported yet; supported: {_FULL} in some")
+    delta_net = {
+        "key_heads": config.integer("linear_num_key_heads", 16),
+        "value_heads": config.integer("linear_num_value_heads", 32),
+        "key_head_dim": config.integer("linear_key_head_dim", 128),
+        "value_head_dim": config.integer("linear_value_head_dim", 128),
+        "taps": config.integer("linear_conv_kernel_dim", 4),
+    }
+    if delta_net["value_heads"] % delta_net["key_heads"]:
+        found = f"found {delta_net['value_heads']}, allowed: a multiple of linear_num_key_heads"
+        config.reject("linear_num_value_heads", f"{found}, {delta_net['key_heads']}")
+    if len(full) == num_blocks:
+        return {"delta_net": None, "full_attention_blocks": ()}
+    return {"delta_net": delta_net, "full_attention_blocks": full}
 
 
 def qwen_window_settings(config: ConfigSection, num_blocks: int) -> Settings:

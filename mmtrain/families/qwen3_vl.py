@@ -4,7 +4,7 @@ Folders of the latter hold the experts of a block in two tensors: on the hub (ex
 (experts, ffn, hidden); from version 5 of `transformers`, with the last dimensions swapped.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import isqrt
 from typing import Any
@@ -39,7 +39,7 @@ _MOE_DEFAULTS = {
 _MOE_EXPERTS = {"experts": 60, "top_k": 4, "ffn": 1408}
 _DEFAULT_THETA = 500000.0
 _DEFAULT_SECTIONS = (24, 20, 20)
-_DEFAULT_DEEPSTACK = [8, 16, 24]
+_DEFAULT_DEEPSTACK = (8, 16, 24)
 _TOKEN_KEYS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 _ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "silu": "silu"}
 _HALF = (0.5, 0.5, 0.5)
@@ -90,14 +90,20 @@ _TINY: dict[str, Any] = {
 
 
 def _settings(config: ConfigSection) -> FolderSettings:
-    return _folder_settings(config, _text_settings(config))
+    return folder_settings(config, _text_settings(config))
 
 
 def _moe_settings(config: ConfigSection) -> FolderSettings:
-    return _folder_settings(config, _moe_text_settings(config))
+    return folder_settings(config, _moe_text_settings(config))
 
 
-def _folder_settings(config: ConfigSection, llm: Settings) -> FolderSettings:
+def folder_settings(
+    config: ConfigSection, llm: Settings, default_deepstack: Sequence[int] = _DEFAULT_DEEPSTACK
+) -> FolderSettings:
+    """Return the settings of a folder with this LLM.
+
+    default_deepstack: the blocks of the tower whose outputs reach the LLM, if the config does not say.
+    """
     config.pass_over(*_TOKEN_KEYS)  # they belong to text and tokenizer
     tower = config.section("vision_config")
     common = tower_settings(tower, tower.integer("hidden_size", 1152), depth=27, patch=16)
@@ -114,7 +120,7 @@ def _folder_settings(config: ConfigSection, llm: Settings) -> FolderSettings:
         "patch_seconds": "sampled",
         "window": 0,
         "full_attention_blocks": (),
-        "deepstack": _deepstack(tower, common["layers"], llm["layers"]),
+        "deepstack": _deepstack(tower, common["layers"], llm["layers"], default_deepstack),
     }
     tower.finish()
     return FolderSettings({"vision": vision, "llm": llm}, {"image": _IMAGES, "video": _VIDEOS})
@@ -153,11 +159,11 @@ def _position_grid(tower: ConfigSection) -> int:
     return side
 
 
-def _deepstack(tower: ConfigSection, num_blocks: int, num_llm_blocks: int) -> tuple[int, ...]:
+def _deepstack(tower: ConfigSection, num_blocks: int, num_llm_blocks: int, default: Sequence[int]) -> tuple[int, ...]:
     """Return the blocks whose outputs reach the LLM."""
     key = "deepstack_visual_indexes"
     value = tower.value(key)
-    blocks = _DEFAULT_DEEPSTACK if value is None else value
+    blocks = list(default) if value is None else value
     if not isinstance(blocks, list) or not all(type(block) is int and 0 <= block < num_blocks for block in blocks):
         tower.reject(key, f"found {blocks}, allowed: a list of blocks, 0 to {num_blocks - 1}")
         return ()
@@ -170,21 +176,22 @@ def _deepstack(tower: ConfigSection, num_blocks: int, num_llm_blocks: int) -> tu
 
 
 def _weights(settings: FolderSettings) -> Iterator[ParameterSource]:
-    yield from _tower_weights(settings)
+    yield from tower_weights(settings)
     yield from decoder_weights(settings, DECODER)
 
 
 def _moe_weights(settings: FolderSettings) -> Iterator[ParameterSource]:
-    yield from _tower_weights(settings)
+    yield from tower_weights(settings)
     yield from decoder_weights(settings, DECODER, experts="fused, inputs first")
 
 
 def _moe_weights_of_version_5(settings: FolderSettings) -> Iterator[ParameterSource]:
-    yield from _tower_weights(settings)
+    yield from tower_weights(settings)
     yield from decoder_weights(settings, DECODER, experts="fused")
 
 
-def _tower_weights(settings: FolderSettings) -> Iterator[ParameterSource]:
+def tower_weights(settings: FolderSettings) -> Iterator[ParameterSource]:
+    """Yield the weights of the encoder and its mergers."""
     vision, llm = settings.model["vision"], settings.model["llm"]
     hidden, ffn = vision["hidden"], vision["ffn"]
     yield as_is("vision.layers.0.proj.bias", f"{TOWER}patch_embed.proj.bias", (hidden,))

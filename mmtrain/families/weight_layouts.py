@@ -217,6 +217,38 @@ def query_key_value(
     return ParameterSource(name, tuple(blocks), may_be_padded=None in tensors)
 
 
+def gated_query_key_value(
+    name: str,
+    tensors: tuple[str, str, str],
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    inputs: Sequence[int],
+    turning: int | None = None,
+) -> ParameterSource:
+    """Return the joint projection of attention whose output is gated, as `query_key_value` does.
+
+    The tensor of queries holds for each head its query, then its gate; ours has the gates of a KV head's queries behind
+    these.
+    """
+    queries, keys, values = tensors
+    ratio, rest = heads // kv_heads, _whole(inputs)
+    blocks = []
+    row = 0
+    for head in range(kv_heads):
+        for query in range(head * ratio, (head + 1) * ratio):
+            blocks += _rows_of_heads(queries, (2 * query * head_dim, head_dim), row, inputs, (head_dim, turning))
+            row += head_dim
+        for query in range(head * ratio, (head + 1) * ratio):
+            first = (2 * query + 1) * head_dim
+            blocks.append(Block(queries, ((first, first + head_dim), *rest), ((row, row + head_dim), *rest)))
+            row += head_dim
+        for tensor, of_part in ((keys, turning), (values, None)):
+            blocks += _rows_of_heads(tensor, (head * head_dim, head_dim), row, inputs, (head_dim, of_part))
+            row += head_dim
+    return ParameterSource(name, tuple(blocks))
+
+
 def head_features(name: str, tensor: str, head_dim: int, turning: int | None) -> ParameterSource:
     """Return a vector over the features of a head.
 
@@ -268,6 +300,30 @@ def by_head(name: str, tensors: Sequence[str], heads: int, shape: Sequence[int])
         for tensor in tensors:
             tensor_box = ((head * rows, (head + 1) * rows), *rest)
             blocks.append(Block(tensor, tensor_box, ((row, row + rows), *rest)))
+            row += rows
+    return ParameterSource(name, tuple(blocks))
+
+
+def parts_by_head(
+    name: str,
+    parts: Sequence[tuple[str, int, int]],
+    heads: int,
+    inputs: Sequence[int],
+    view_inputs: Sequence[int] | None = None,
+) -> ParameterSource:
+    """Return a parameter with the rows of one head after the other, from parts that hold those of all heads.
+
+    parts: (tensor, first row, number of rows) each. inputs: the dimensions after the rows in tensors; view_inputs: in
+        the parameter, where these are flattened.
+    """
+    rest, view_rest = _whole(inputs), _whole(inputs if view_inputs is None else view_inputs)
+    blocks = []
+    row = 0
+    for head in range(heads):
+        for tensor, first, number in parts:
+            rows = number // heads
+            start = first + head * rows
+            blocks.append(Block(tensor, ((start, start + rows), *rest), ((row, row + rows), *view_rest)))
             row += rows
     return ParameterSource(name, tuple(blocks))
 

@@ -14,7 +14,7 @@ from mmtrain.models.generator.dit_layers import DIT_NORM_EPS
 from mmtrain.models.generator.generator_stage import GeneratorStage
 from mmtrain.models.kernels.choice import uses_fused_kernels
 from mmtrain.models.optim.parameter_specs import WeightSource, initialize_parameters, stage_param_specs
-from mmtrain.models.shapes.layer_shape import BLOCK_KINDS
+from mmtrain.models.shapes.layer_shape import BLOCK_KINDS, Attention
 from mmtrain.models.shapes.model_shape import ModelShape
 from mmtrain.models.shapes.unit_shape import UnitShape
 from mmtrain.models.stage.stage_module import StageModule, StageSpec
@@ -77,7 +77,8 @@ def _layer_factory(
 ) -> "LayerFactory":
     from mmtrain.models.megatron import LayerFactory
 
-    block = next(layer for layer in unit.layers if layer.kind in (*BLOCK_KINDS, "dit_block", "unet_attention"))
+    kinds = (*BLOCK_KINDS, "dit_block", "unet_attention")
+    block = next(layer for layer in unit.layers if layer.kind in kinds and isinstance(layer.mixer, Attention))
     attending = [block, *(layer for layer in unit.layers if layer.kind == "resampler")]
     query_scale = None
     if unit.kind == "generator":

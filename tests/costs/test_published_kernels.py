@@ -16,10 +16,11 @@ from mmtrain.costs.attention_kernels import (
     FLASH_ATTENTION_4_ON_BLACKWELL,
     AttentionKernel,
 )
-from mmtrain.costs.block_arithmetic import Gemm, mixer_arithmetic
+from mmtrain.costs.block_arithmetic import mixer_arithmetic
 from mmtrain.costs.cost_model import LayerWork
 from mmtrain.costs.framework import Execution
 from mmtrain.costs.hardware import Hardware
+from mmtrain.costs.part_records import Gemm
 from mmtrain.models.shapes.layer_shape import Attention, DenseMlp, LayerShape
 
 KERNEL_START_S = 3e-6  # which measurements of single GEMMs hold, and `kernel_launch_s` in a plan

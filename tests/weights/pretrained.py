@@ -345,6 +345,37 @@ def qwen3_vl_moe(frames: int = 2, deepstack: tuple[int, ...] = (0, 2), **changes
     return _random(Qwen3VLMoeForConditionalGeneration(config))
 
 
+def qwen3_5(frames: int = 2, **changes: Any) -> nn.Module:
+    """Make a Qwen3.5 with a table of 3 x 3 positions, whose third block has attention."""
+    from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
+
+    vision = {
+        "depth": 3, "hidden_size": 32, "out_hidden_size": 48, "intermediate_size": 44, "num_heads": 4,
+        "patch_size": PATCH_OF_FRAMES, "spatial_merge_size": MERGE, "temporal_patch_size": frames,
+        "num_position_embeddings": 9,
+    }  # fmt: skip
+    text = _qwen3_5_text() | changes
+    config = Qwen3_5Config(text_config=text, vision_config=vision, **_QWEN2_VL_TOKENS)
+    return _random(Qwen3_5ForConditionalGeneration(config))
+
+
+def qwen3_5_text(**changes: Any) -> nn.Module:
+    """Make the LLM of a Qwen3.5 as `qwen3_5` does."""
+    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+    return _random(Qwen3_5ForCausalLM(Qwen3_5TextConfig(**_qwen3_5_text() | changes)))
+
+
+def _qwen3_5_text() -> dict[str, Any]:
+    turning = {"partial_rotary_factor": 0.5, "mrope_section": [2, 2, 2], "mrope_interleaved": True}
+    return {
+        **_qwen2_vl_text(), "num_hidden_layers": 4, "head_dim": 24,
+        "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+        "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 8, "linear_value_head_dim": 12,
+        "linear_conv_kernel_dim": 3, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, **turning},
+    }  # fmt: skip
+
+
 def glm4v_moe(frames: int = 2, **changes: Any) -> nn.Module:
     """Make a GLM-4.5V with a table of 3 x 3 positions and a dense first block, whose patches join `frames` frames."""
     from transformers import Glm4vMoeConfig, Glm4vMoeForConditionalGeneration

@@ -1,4 +1,4 @@
-"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL compute what `transformers` computes, with images and videos."""
+"""Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5 compute what `transformers` computes, with images and videos."""
 
 import json
 import re
@@ -49,6 +49,7 @@ from tests.weights.pretrained import (
     VOCAB,
     qwen2_5_vl,
     qwen2_vl,
+    qwen3_5,
     qwen3_vl,
     qwen3_vl_moe,
     recipe_from,
@@ -62,6 +63,7 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "qwen2_5_vl": qwen2_5_vl,
     "qwen3_vl": qwen3_vl,
     "qwen3_vl_moe": qwen3_vl_moe,
+    "qwen3_5": qwen3_5,
 }
 QWEN2_VL_2B = {
     "architectures": ["Qwen2VLForConditionalGeneration"], "attention_dropout": 0.0, "bos_token_id": 151643,
@@ -130,7 +132,7 @@ def _words(count: int, seed: int) -> Tensor:
 
 def _spans(name: str, number: int) -> list[tuple[tuple[int, int, int], bool]]:
     """Return what the text of a sample shows one after another: Qwen3-VL writes text between the parts of a video."""
-    if not name.startswith("qwen3_vl"):
+    if not name.startswith("qwen3"):
         return SHOWN[number]
     return [((1, rows, cols), is_video) for (frames, rows, cols), is_video in SHOWN[number] for _ in range(frames)]
 

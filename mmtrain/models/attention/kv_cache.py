@@ -1,5 +1,7 @@
 """The KV cache: keys and values that attention keeps while a model generates, so that each token is computed once.
 
+Mixers without attention keep states of fixed size here.
+
 The sequences of a microbatch are padded to a common capacity here, because each of them grows by one token at a time.
 """
 
@@ -22,6 +24,7 @@ class KVCache:
 
     capacity: int  # tokens that the longest sequence may reach
     cached_lengths: tuple[int, ...]  # (S,) cached tokens of each sequence
+    states: dict[object, tuple[Tensor, ...]] = field(default_factory=dict)  # by mixer; each (S, ...)
     _by_block: dict[object, tuple[Tensor, Tensor]] = field(default_factory=dict)  # each (S, capacity, kv_heads, d)
     _new_tokens: "_NewTokens | None" = None  # of the current pass, the same for all blocks
 
@@ -61,6 +64,9 @@ class KVCache:
         for block, (keys, values) in self._by_block.items():
             index = torch.tensor(indices, dtype=torch.int64, device=keys.device)
             self._by_block[block] = keys.index_select(0, index), values.index_select(0, index)
+        for mixer, tensors in self.states.items():
+            index = torch.tensor(indices, dtype=torch.int64, device=tensors[0].device)
+            self.states[mixer] = tuple(tensor.index_select(0, index) for tensor in tensors)
 
     def _store(self, block: object, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Write the new keys and values of a block; return all of that block."""

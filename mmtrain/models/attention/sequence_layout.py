@@ -12,6 +12,8 @@ from torch import Tensor
 
 from mmtrain.models.attention.index_tables import HostTable, HostTables
 from mmtrain.models.attention.options import AttentionBackend
+from mmtrain.models.attention.sample_chunks import SampleChunks, chunk_tables, samples_by_chunks
+from mmtrain.models.shapes.layer_shape import DELTA_CHUNK_TOKENS
 
 Spans = tuple[tuple[int, int], ...]  # [start, stop) in a microbatch's packed tokens, each inside one sequence, in order
 
@@ -52,6 +54,7 @@ class SequenceLayout:
     _sequence_order: dict[torch.device, Tensor] = field(default_factory=dict, repr=False)
     _span_rows: dict[torch.device, Tensor] = field(default_factory=dict, repr=False)
     _span_keys: dict[tuple[int, torch.device], list[SpanKeys]] = field(default_factory=dict, repr=False)
+    _sample_chunks: dict[torch.device, SampleChunks] = field(default_factory=dict, repr=False)
     _padded: dict[int, "SequenceLayout"] = field(default_factory=dict, repr=False)
 
     @cached_property
@@ -88,6 +91,11 @@ class SequenceLayout:
         if self.spans:
             tables[self._key("span_rows")] = self._host_span_rows()
         return tables
+
+    def host_chunk_tables(self) -> HostTables:
+        """Compute the tables that the gated delta rule needs of these sequences on the device."""
+        slots, places = chunk_tables(self.lengths)
+        return {self._key("chunk_slots"): slots, self._key("places"): places}
 
     def host_context_tables(self, contexts: "SequenceLayout", backend: AttentionBackend) -> HostTables:
         """Compute the tables that a backend needs, beside `host_tables`, where keys are those of `contexts`."""
@@ -137,6 +145,15 @@ class SequenceLayout:
         if device not in self._sequence_order:
             self._sequence_order[device] = self._table("sequence_order", self._host_sequence_order, device)
         return self._sequence_order[device]
+
+    def sample_chunks(self, device: torch.device) -> SampleChunks:
+        """Return the sequences cut into chunks of tokens."""
+        if device not in self._sample_chunks:
+            num_samples, _ = samples_by_chunks(self.lengths)
+            slots = self._table("chunk_slots", lambda: chunk_tables(self.lengths)[0], device)
+            places = self._table("places", lambda: chunk_tables(self.lengths)[1], device)
+            self._sample_chunks[device] = SampleChunks(num_samples, DELTA_CHUNK_TOKENS, slots, places)
+        return self._sample_chunks[device]
 
     def span_rows(self, device: torch.device) -> Tensor:
         """Return the tokens of all spans, one after another."""

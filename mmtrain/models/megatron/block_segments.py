@@ -87,7 +87,7 @@ def start_tp_communication(
 def _linear(block: Any, piece: int) -> nn.Module | None:
     """Return the linear of a piece that communicates, or what does so for experts; None for pieces that do not."""
     linears = {
-        QKV: block.self_attention.linear_qkv,
+        QKV: block.self_attention.first_linear,
         PROJECTION: block.self_attention.linear_proj,
         UP: block.mlp.gather if isinstance(block.mlp, ExpertMlp) else block.mlp.linear_fc1,
         DOWN: _last_of_mlp(block),
@@ -119,14 +119,11 @@ def _norm(block: Any, packing: PackedSequences, hidden: Tensor) -> BlockState:
 
 
 def _qkv(block: Any, packing: PackedSequences, hidden: Tensor, x: Tensor) -> BlockState:
-    q, k, v = block.self_attention.get_query_key_value_tensors(x)
-    return hidden, q, k, v
+    return hidden, *block.self_attention.project(x)
 
 
-def _attention(block: Any, packing: PackedSequences, hidden: Tensor, q: Tensor, k: Tensor, v: Tensor) -> BlockState:
-    core = block.self_attention.core_attention
-    out = core(q.squeeze(1), k.squeeze(1), v.squeeze(1), None, packed_seq_params=packing)
-    return hidden, out.reshape(len(out), 1, -1)
+def _attention(block: Any, packing: PackedSequences, hidden: Tensor, *projected: Tensor) -> BlockState:
+    return hidden, block.self_attention.mix(packing, *projected)
 
 
 def _projection(block: Any, packing: PackedSequences, hidden: Tensor, x: Tensor) -> BlockState:

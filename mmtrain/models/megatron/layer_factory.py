@@ -38,10 +38,11 @@ from mmtrain.models.kernels.vocab_loss import LogitRules, vocab_parallel_losses
 from mmtrain.models.megatron import compat
 from mmtrain.models.megatron.block_parts import JointHeadNorm, NormedAdd, ScaledAdd
 from mmtrain.models.megatron.block_segments import run_block
+from mmtrain.models.megatron.delta_net import DeltaNetMixer
 from mmtrain.models.megatron.experts import ExpertMlp
 from mmtrain.models.megatron.lora import ColumnLinear, RowLinear, add_adapter
 from mmtrain.models.megatron.parallel_groups import ParallelGroups
-from mmtrain.models.shapes.layer_shape import Attention, LayerShape, LoraShape, Mlp, MoeMlp, is_of_expert
+from mmtrain.models.shapes.layer_shape import Attention, LayerShape, LoraShape, Mixer, Mlp, MoeMlp, is_of_expert
 from mmtrain.recipe.settings.encoder_settings import Activation
 
 _ONE_TOKEN = PackedSequences(
@@ -122,17 +123,25 @@ class PackedAttention(nn.Module):
 class GroupedAttention(SelfAttention):  # type: ignore[misc]  # Megatron-core has no types
     """Self-attention that also runs on more tensor-parallel ranks than there are KV heads.
 
-    Every rank holds an equal share of the rows [q heads, k, v] x KV heads of `linear_qkv`. If a KV head is spread over
-    several ranks, they gather their projections, and each rank takes its queries and the keys and values that these
-    need. Megatron-core does the same, but only over its global process group.
+    Every rank holds an equal share of the rows [q heads, their gates, k, v] x KV heads of `linear_qkv`. If a KV head is
+    spread over several ranks, they gather their projections, and each rank takes its queries and gates, and the keys
+    and values that these need. Megatron-core does the same, but only over its global process group.
     """
 
-    def get_query_key_value_tensors(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Project (T, 1, hidden) to queries (T, 1, heads, d) and keys and values (T, 1, kv heads, d) of this rank."""
-        kv_heads, tp = self.config.num_query_groups, self.world_size
+    @property
+    def first_linear(self) -> nn.Module:
+        """Return the linear that reads the block's normalized hidden states."""
+        return cast(nn.Module, self.linear_qkv)
+
+    def project(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Compute of (T, 1, hidden) what `mix` reads: queries, keys and values, and gates of the output if it has any.
+
+        Queries and gates are (T, 1, heads, d), keys and values (T, 1, kv heads, d), of this rank.
+        """
+        kv_heads, tp, is_gated = self.config.num_query_groups, self.world_size, self.config.attention_output_gate
         if kv_heads >= tp:
-            return super().get_query_key_value_tensors(hidden_states, *args, **kwargs)
-        shard = self.linear_qkv(hidden_states)[0]
+            return cast(tuple[Tensor, ...], self.get_query_key_value_tensors(x, output_gate=is_gated))
+        shard = self.linear_qkv(x)[0]
         qkv = all_gather_last_dim_from_tensor_parallel_region(shard, group=self.tp_group)
         kv_head, rank_in_head = divmod(self.tp_group.rank(), tp // kv_heads)
         heads = qkv.unflatten(-1, (kv_heads, -1, self.hidden_size_per_attention_head))[:, :, kv_head]
@@ -141,7 +150,16 @@ class GroupedAttention(SelfAttention):  # type: ignore[misc]  # Megatron-core ha
         keys, values = heads[:, :, -2:-1], heads[:, :, -1:]
         if self.q_layernorm is not None:
             queries, keys = self.q_layernorm(queries), self.k_layernorm(keys)
-        return queries, keys, values
+        if not is_gated:
+            return queries, keys, values
+        first_gate = self.config.num_attention_heads // kv_heads + rank_in_head * num_queries
+        return queries, keys, values, heads.narrow(2, first_gate, num_queries)
+
+    def mix(self, packing: PackedSequences, q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None = None) -> Tensor:
+        """Attend, and multiply what that makes by the sigmoid of the gates: (T, 1, width of this rank's heads)."""
+        out: Tensor = self.core_attention(q.squeeze(1), k.squeeze(1), v.squeeze(1), None, packed_seq_params=packing)
+        out = out.reshape(len(out), 1, -1)
+        return out if gates is None else out * gates.flatten(2).sigmoid()
 
 
 class PackedTransformerBlock(TransformerLayer):  # type: ignore[misc]  # Megatron-core has no types
@@ -221,6 +239,7 @@ class LayerFactory:
             add_bias_linear=shape.linear_bias,
             add_qkv_bias=attention.qkv_bias,
             qk_layernorm=attention.qk_norm or attention.joint_qk_norm,  # 0.19 rejects such norms in the spec without it
+            attention_output_gate=attention.output_gate,
             hidden_dropout=0.0,
             attention_dropout=0.0,
             tensor_model_parallel_size=self.groups.tp_size,
@@ -267,10 +286,12 @@ class LayerFactory:
         """Return the unit's process groups for Megatron-core."""
         return self.groups.collection()
 
-    def transformer_block(self, mlp: Mlp, recomputes_activation: bool = False, chunks_mlp: bool = False) -> nn.Module:
-        """Build one `PackedTransformerBlock`: attention and MLP with residual connections.
+    def transformer_block(
+        self, mixer: Mixer, mlp: Mlp, recomputes_activation: bool = False, chunks_mlp: bool = False
+    ) -> nn.Module:
+        """Build one `PackedTransformerBlock`: mixer and MLP with residual connections.
 
-        mlp: that of the block; blocks of a unit may differ in it.
+        mixer, mlp: those of the block; blocks of a unit may differ in them.
         recomputes_activation: keep no output of the MLP's activation function: see `block_segments`.
         chunks_mlp: compute the MLP of many tokens in chunks, for a block that is recomputed: see `chunked_mlp`.
         """
@@ -282,7 +303,7 @@ class LayerFactory:
             add_output = ModuleSpec(module=ScaledAdd, params={"config": self.sequence_parallel_config})
         spec = TransformerLayerSubmodules(
             input_layernorm=Norm,
-            self_attention=self._attention_spec(self.block.attention),
+            self_attention=self._mixer_spec(mixer),
             self_attn_bda=add_output,
             pre_mlp_layernorm=Norm,
             mlp=self._mlp_spec(mlp),
@@ -302,6 +323,22 @@ class LayerFactory:
         if self.groups.tp_size > 1:
             set_tp_chunks(layer, self.tp_chunks)
         return cast(nn.Module, layer)
+
+    def _mixer_spec(self, mixer: Mixer) -> Any:
+        """Say to Megatron-core how to build a block's mixer."""
+        if isinstance(mixer, Attention):
+            return self._attention_spec(self.block.attention)
+        shape, groups = mixer, self.groups
+        norm_config = replace(self.config, normalization="RMSNorm", layernorm_zero_centered_gamma=False)
+
+        class MixerOfGroup(DeltaNetMixer):
+            """The mixer for this group: as `NormOfGroup`, a class for 0.16, which 0.19 calls."""
+
+            def __init__(self, config: TransformerConfig, **_: object) -> None:
+                norm = HeadNorm(norm_config, shape.value_head_dim, config.layernorm_epsilon)
+                super().__init__(shape, config, groups, norm)
+
+        return MixerOfGroup
 
     def _attention_spec(self, attention: Attention) -> ModuleSpec:
         """Say to Megatron-core how to build a block's attention."""
@@ -345,7 +382,7 @@ class LayerFactory:
 
     def _mark_shards(self, block: PackedTransformerBlock, mlp: Mlp) -> None:
         """Say along which dimension tensor parallelism splits the weights of a block."""
-        _mark(block.self_attention.linear_qkv, dim=0)
+        _mark(block.self_attention.first_linear, dim=0)
         _mark(block.self_attention.linear_proj, dim=1)
         parts: Iterable[Any] = (block.mlp,)
         if isinstance(block.mlp, ExpertMlp):
@@ -353,7 +390,7 @@ class LayerFactory:
         for part in parts:
             _mark(part.linear_fc1, dim=0, stride=2 if mlp.gated else 1)
             _mark(part.linear_fc2, dim=1)
-        if self.block.attention.joint_qk_norm:
+        if self.block.attention.joint_qk_norm and isinstance(block.self_attention, GroupedAttention):
             _mark(block.self_attention.q_layernorm, dim=0)
             _mark(block.self_attention.k_layernorm, dim=0)
 

@@ -26,6 +26,7 @@ _OUTPUT_PROJECTIONS = (
 )
 _LAYER_SCALES = ("self_attn_bda", "mlp_bda")
 _CONVOLUTIONS = ("conv1", "conv2")
+_SLOWEST_DECAY, _FASTEST_DECAY = 0.01, 16.0  # of heads of a gated DeltaNet (arXiv 2412.06464)
 _DIMS_OF_IMAGE_KERNEL = 4  # output and input channels, rows, columns
 MAX_ELEMENTS_DRAWN_AT_ONCE = 2**20  # larger parameters are drawn in blocks: 9 ms of a core for a million numbers
 MAX_DRAWS = 64  # blocks of a parameter; the largest power of two up to this that divides its split dimension
@@ -127,7 +128,8 @@ def initialize_parameters(
     by block, so that a rank draws its own shard and not the whole tensor. Weights are normal with standard deviation
     1 / sqrt(fan-in) (LeCun; for embedding tables 1 / sqrt(width)), divided by sqrt(2 * blocks) for projections into the
     residual stream (GPT-2). Norms and layer scales are 1; biases and the weights of zero-centered norms are 0, and so
-    is an adapter's second matrix, so that a new adapter changes nothing. At a width of 2,500 this gives GPT-2's 0.02; a
+    is an adapter's second matrix, so that a new adapter changes nothing. Heads of a gated DeltaNet start with decays
+    and biases as those of its authors. At a width of 2,500 this gives GPT-2's 0.02; a
     fixed 0.02 would make the outputs of narrow models vanish.
     """
     with torch.no_grad():
@@ -156,8 +158,11 @@ def initial_values(
         return torch.empty(0)
     if spec.starts_at_zero or kind == "bias" or (module, kind) == ("lora", "b"):
         return torch.zeros(last - first)
-    if "norm" in module or module in _LAYER_SCALES:
+    if "norm" in module or module in _LAYER_SCALES or kind == "step_bias":
         return torch.ones(last - first)
+    if kind == "decay_log":  # uniform between 0 and `_FASTEST_DECAY`, before its logarithm is taken
+        quantiles: Tensor = torch.special.ndtr(_draw(spec, 1.0, seed, tp_rank, tp, elements))
+        return (_FASTEST_DECAY * quantiles).clamp(min=_SLOWEST_DECAY).log()
     return _draw(spec, _initial_std(spec, num_blocks), seed, tp_rank, tp, elements)
 
 

@@ -20,6 +20,7 @@ from mmtrain.models.shapes.layer_shape import (
     SELECTION_BIAS,
     Attention,
     DenseMlp,
+    GatedDeltaNet,
     LayerShape,
     LoraShape,
     MoeMlp,
@@ -136,6 +137,9 @@ def _block_parameters(layer: LayerShape) -> Iterator[str]:
             if attention.joint_qk_norm:
                 yield from ("self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight")
             yield from linear_parameters("self_attention.linear_proj", layer.linear_bias)
+        case GatedDeltaNet() as delta_net:
+            yield from (f"{linear}.weight" for linear in delta_net.linears)
+            yield from (f"self_attention.{name}" for name in ("taps", "decay_log", "step_bias", "norm.weight"))
     if layer.post_norms:
         yield from norm_parameters("self_attn_bda.norm", layer)
         yield from norm_parameters("mlp_bda.norm", layer)

@@ -46,6 +46,9 @@ MERGER_LINEARS = ("proj", "linear_1", "linear_2")  # behind its convolution, in 
 # Tokens for which the MLP of a recomputed block exists at once. Each chunk reads and writes the sums of gradients of
 # its weights once more, in fp32: on an H100, as modelled, 3% of its GEMMs, whatever their widths.
 MLP_CHUNK_TOKENS = 8192
+DELTA_CHUNK_TOKENS = 64  # of a gated DeltaNet, as in the kernels of its authors (arXiv 2412.06464)
+# Tokens times value heads of a gated DeltaNet for which everything exists at once that lies between its linears.
+DELTA_HEAD_TOKENS = 2**17
 COPIES_SUMMED_AT_ONCE = 4096  # of rows for experts, which lie once more beside all copies meanwhile
 
 
@@ -80,11 +83,22 @@ class Attention:
     key_bias: bool = True  # with `qkv_bias`: whether the keys' part of the bias is other than zero
     qk_norm: bool = False  # norms over each head of queries and of keys
     joint_qk_norm: bool = False  # RMS norms over all heads of queries together, and of keys
+    output_gate: bool = False  # the output is multiplied by the sigmoid of features that the first linear makes
 
     @property
     def linears(self) -> tuple[str, ...]:
         """Return the names of the linears inside the block, in the order of their GEMMs."""
         return "self_attention.linear_qkv", "self_attention.linear_proj"
+
+    @property
+    def divided_widths(self) -> tuple[int, ...]:
+        """Return the widths that tensor parallelism divides."""
+        return self.heads, self.kv_width
+
+    @property
+    def first_width(self) -> int:
+        """Return the outputs of the first linear: queries and their gates, keys and values."""
+        return self.inner_width * (1 + self.output_gate) + self.kv_width
 
     @property
     def inner_width(self) -> int:
@@ -100,6 +114,46 @@ class Attention:
     def rotates(self) -> bool:
         """Return whether queries and keys are rotated by their positions."""
         return self.causal or self.rotary
+
+
+@dataclass(frozen=True)
+class GatedDeltaNet:
+    """The mixer of a block in which each head of a sample has a state that tokens change and read (linear attention).
+
+    Gated DeltaNet (arXiv 2412.06464): queries, keys and values pass a short causal convolution; the output of each head
+    is normalized and gated. Each key head serves as many value heads as any other.
+    """
+
+    key_heads: int = 0
+    value_heads: int = 0
+    key_head_dim: int = 0
+    value_head_dim: int = 0
+    taps: int = 0  # tokens that the convolution reads: a token and those before it
+
+    @property
+    def linears(self) -> tuple[str, ...]:
+        """Return the names of the linears inside the block, in the order of their GEMMs."""
+        return "self_attention.linear_in", "self_attention.linear_proj"
+
+    @property
+    def divided_widths(self) -> tuple[int, ...]:
+        """Return the widths that tensor parallelism divides."""
+        return (self.key_heads,)
+
+    @property
+    def inner_width(self) -> int:
+        """Return the features of a token's values, which are those of the output."""
+        return self.value_heads * self.value_head_dim
+
+    @property
+    def convolved_width(self) -> int:
+        """Return the features of a token that the convolution runs over: queries, keys and values."""
+        return 2 * self.key_heads * self.key_head_dim + self.inner_width
+
+    @property
+    def first_width(self) -> int:
+        """Return the outputs of the first linear: those that are convolved, gates, and two numbers for a value head."""
+        return self.convolved_width + self.inner_width + 2 * self.value_heads
 
 
 @dataclass(frozen=True)
@@ -200,7 +254,7 @@ class MoeMlp:
         return tp if self.ep > 1 and hidden % tp == 0 else 1
 
 
-Mixer: TypeAlias = Attention  # what moves information between tokens; a union once there are other kinds
+Mixer: TypeAlias = Attention | GatedDeltaNet  # what moves information between tokens
 Mlp: TypeAlias = DenseMlp | MoeMlp
 
 

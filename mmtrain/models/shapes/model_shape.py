@@ -16,7 +16,9 @@ from mmtrain.models.shapes.layer_shape import (
     MLP_CHUNK_TOKENS,
     Attention,
     DenseMlp,
+    GatedDeltaNet,
     LayerShape,
+    Mixer,
     MoeMlp,
     OffloadMode,
     RouterShape,
@@ -204,6 +206,7 @@ def _llm_layers(settings: LlmSettings, num_added: int, num_queries: int) -> tupl
         image_spans=settings.image_attention == "bidirectional",
         qkv_bias=settings.qkv_bias,
         qk_norm=settings.qk_norm,
+        output_gate=settings.attention_gate,
     )
     block = LayerShape(
         "decoder_block",
@@ -215,8 +218,8 @@ def _llm_layers(settings: LlmSettings, num_added: int, num_queries: int) -> tupl
         post_norms=settings.post_norms,
         zero_centered_norms=settings.zero_centered_norms,
     )
-    windowed = replace(block, mixer=replace(attention, window=settings.window or 0))
-    blocks = [block if i in settings.full_attention_blocks else windowed for i in range(settings.layers)]
+    other = replace(block, mixer=_limited_mixer(settings, attention))
+    blocks = [block if i in settings.full_attention_blocks else other for i in range(settings.layers)]
     if (moe := settings.moe) is not None:
         mixture = _mixture(moe)
         blocks = [shape if i in moe.dense_blocks else replace(shape, mlp=mixture) for i, shape in enumerate(blocks)]
@@ -231,6 +234,19 @@ def _llm_layers(settings: LlmSettings, num_added: int, num_queries: int) -> tupl
         zero_centered_norms=settings.zero_centered_norms,
     )
     return (embedding, *blocks, head)
+
+
+def _limited_mixer(settings: LlmSettings, attention: Attention) -> Mixer:
+    """Return the mixer of blocks that have no full attention if the recipe states another."""
+    if (delta_net := settings.delta_net) is None:
+        return replace(attention, window=settings.window or 0)
+    return GatedDeltaNet(
+        key_heads=delta_net.key_heads,
+        value_heads=delta_net.value_heads,
+        key_head_dim=delta_net.key_head_dim,
+        value_head_dim=delta_net.value_head_dim,
+        taps=delta_net.taps,
+    )
 
 
 def _mixture(moe: MoeSettings) -> MoeMlp:

@@ -17,7 +17,7 @@ from mmtrain.models.attention.index_tables import HostTables, brought_or_compute
 from mmtrain.models.attention.packed_sequences import PackedSequences
 from mmtrain.models.kernels.rotary_positions import RotaryTables, Rotation, look_up_rotations, rotate_by_axes
 from mmtrain.models.kernels.vocab_loss import LogitRules
-from mmtrain.models.shapes.layer_shape import LayerShape
+from mmtrain.models.shapes.layer_shape import Attention, LayerShape
 from mmtrain.models.stage.host_offload import OffloadedBlocks
 from mmtrain.models.stage.stage_inputs import RowMix, TextInput
 from mmtrain.recipe.settings.llm_settings import LlmSettings
@@ -110,11 +110,11 @@ class TextContext:
 
     def block_packing(self, layer: LayerShape) -> PackedSequences:
         """Each sequence is one, in every block; some blocks attend inside a sliding window."""
-        if not layer.attention.window:
+        if not isinstance(layer.mixer, Attention) or not layer.mixer.window:
             return self.packing
         has_own_rotation = self.settings.window_rope_base is not None
         rope = self._window_rope if has_own_rotation else self.packing.rope
-        return replace(self.packing, rope=rope, window=layer.attention.window)
+        return replace(self.packing, rope=rope, window=layer.mixer.window)
 
     @cached_property
     def _window_rope(self) -> RotaryTables:

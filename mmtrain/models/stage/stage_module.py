@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mmtrain.models.attention.index_tables import HostTables, TableUser
 from mmtrain.models.attention.packed_sequences import PackedSequences
-from mmtrain.models.shapes.layer_shape import BLOCK_KINDS, LayerShape
+from mmtrain.models.shapes.layer_shape import BLOCK_KINDS, Attention, GatedDeltaNet, LayerShape
 from mmtrain.models.shapes.model_shape import ModelShape
 from mmtrain.models.stage.generator_input import DrawingContext
 from mmtrain.models.stage.host_offload import HostOffload
@@ -234,6 +234,8 @@ class StageModule(nn.Module):
             num_padding_rows = self.factory.num_padding_rows(num_tokens) if self.factory.sequence_parallel else 0
             run_layout = layout.padded(num_padding_rows) if num_padding_rows else layout
             tables |= run_layout.host_tables(self.factory.attention)
+            if any(isinstance(shape.mixer, GatedDeltaNet) for shape in shapes):
+                tables |= run_layout.host_chunk_tables()
         for layer in self.layers.values():
             if isinstance(layer, TableUser):
                 tables |= layer.index_tables(context)
@@ -257,8 +259,7 @@ class StageModule(nn.Module):
             is_sharded = shard
             argument: PackedSequences | _BlockContext = context
             if kind in BLOCK_KINDS:
-                attention = layer_shape.attention
-                windows = (attention.window_side, attention.chunk, attention.window)
+                windows = _windows(layer_shape)
                 if windows not in packings:
                     packings[windows] = context.block_packing(layer_shape).padded(num_padding_rows)
                 argument = packings[windows]
@@ -308,8 +309,11 @@ class StageModule(nn.Module):
     ) -> nn.Module:
         match layer.kind:
             case "vit_block" | "decoder_block":
+                assert layer.mixer is not None, "blocks have a mixer"
                 assert layer.mlp is not None, "blocks have an MLP"
-                return self.factory.transformer_block(layer.mlp, layer.recomputes_activation, is_recomputed)
+                return self.factory.transformer_block(
+                    layer.mixer, layer.mlp, layer.recomputes_activation, is_recomputed
+                )
             case "patch_embed" | "audio_embed":
                 encoder = self._settings.all_encoders[self.unit]
                 return ENCODER_MODULES[encoder.modality].embedding(encoder, layer, self.factory)
@@ -330,6 +334,12 @@ class StageModule(nn.Module):
 
 def _is_block(shape: LayerShape) -> bool:
     return shape.kind in BLOCK_KINDS
+
+
+def _windows(block: LayerShape) -> tuple[int, ...]:
+    """Return what the packing of a block's tokens depends on; only attention has any of it."""
+    mixer = block.mixer
+    return (mixer.window_side, mixer.chunk, mixer.window) if isinstance(mixer, Attention) else (0, 0, 0)
 
 
 @dataclass(frozen=True)

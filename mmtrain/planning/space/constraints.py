@@ -7,7 +7,7 @@ from typing import Literal
 
 from mmtrain.costs import preset
 from mmtrain.errors import PlanError, UserError
-from mmtrain.models.shapes.layer_shape import MoeMlp
+from mmtrain.models.shapes.layer_shape import Attention, MoeMlp
 from mmtrain.models.shapes.model_shape import ModelShape, UnitShape, build_model_shape
 from mmtrain.planning.artifact.layout import MeshSize
 from mmtrain.planning.space.budget import DEFAULT_BUDGET, MeshBudget
@@ -264,11 +264,12 @@ def _fix_sizes(
 
 def _rules(unit: UnitShape, ranks_per_node: int, global_batch: int) -> dict[str, str]:
     """Return what is wrong with a size that is not possible, by setting."""
-    block = next(layer for layer in unit.layers if layer.mixer is not None)
+    attention = next(layer.mixer for layer in unit.layers if isinstance(layer.mixer, Attention))
     mlps = {layer.mlp for layer in unit.layers if layer.mlp is not None and layer.mixer is not None}
     widths = sorted({width for mlp in mlps for width in mlp.divided_widths})
-    inner_width, kv_heads = " and ".join(map(str, widths)), block.attention.kv_heads
-    all_heads = dict.fromkeys(layer.mixer.heads for layer in unit.layers if layer.mixer is not None)
+    inner_width, kv_heads = " and ".join(map(str, widths)), attention.kv_heads
+    mixers = [layer.mixer for layer in unit.layers if layer.mixer is not None]
+    all_heads = dict.fromkeys(mixer.heads if isinstance(mixer, Attention) else mixer.key_heads for mixer in mixers)
     heads = " and ".join(map(str, all_heads))  # a resampler may have another number
     tp_rule = (
         f"is not a power of two that divides {unit.name}'s heads ({heads}) and inner width ({inner_width}), "
@@ -317,9 +318,9 @@ def _tensor_parallel_sizes(unit: UnitShape, ranks_per_node: int) -> tuple[int, .
     mixers = {layer.mixer for layer in unit.layers if layer.mixer is not None}
     widths = {layer.vocab for layer in unit.layers}
     widths |= {width for layer in unit.layers if layer.mlp is not None for width in layer.mlp.divided_widths}
-    widths |= {width for mixer in mixers for width in (mixer.heads, mixer.kv_width)}
+    widths |= {width for mixer in mixers for width in mixer.divided_widths}
     widths |= {layer.out for layer in unit.layers if layer.kind == "merger"}  # outputs of its convolution
-    kv_heads = {mixer.kv_heads for mixer in mixers}
+    kv_heads = {mixer.kv_heads for mixer in mixers if isinstance(mixer, Attention)}
 
     def divides_all(tp: int) -> bool:
         # More ranks than key-value heads hold copies of them.

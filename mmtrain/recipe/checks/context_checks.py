@@ -27,6 +27,12 @@ def check_context_parallelism(recipe: Recipe) -> Iterator[Problem]:
     if recipe.model.generator is not None:
         text = f"found {degrees.cp}, allowed with model.generator: 1 (the queries of an image lie on one rank)"
         yield Problem((*_PATH, "cp"), text)
+    if recipe.model.llm.delta_net is not None:
+        text = (
+            f"found {degrees.cp}, allowed with model.llm.delta_net: 1 (the state of a sample's heads passes from token "
+        )
+        yield Problem((*_PATH, "cp"), text + "to token, so all of the sample lies on one rank)")
+        return
     ring_problem, ulysses_problem = _ring_problem(recipe), _ulysses_problem(recipe, degrees.cp, degrees.tp or 1)
     if degrees.cp_method == "ring" and ring_problem:
         yield Problem((*_PATH, "cp_method"), f"found ring, allowed: ulysses or auto ({ring_problem})")
@@ -38,6 +44,8 @@ def check_context_parallelism(recipe: Recipe) -> Iterator[Problem]:
 
 def context_methods(recipe: Recipe, tp: int, cp: int) -> tuple[Literal["ulysses", "ring"], ...]:
     """Return by which methods `cp` ranks may share the LLM's sequences beside `tp`-way tensor parallelism."""
+    if recipe.model.llm.delta_net is not None:
+        return ()
     is_ring_possible = _ring_problem(recipe) is None
     if _ulysses_problem(recipe, cp, tp) is not None:
         return ("ring",) if is_ring_possible else ()

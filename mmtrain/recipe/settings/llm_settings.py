@@ -180,6 +180,32 @@ class MoeSettings(Section):
             yield f"top_k: found {self.top_k}, but `top_groups` leave a token only {self.top_groups * size} experts"
 
 
+class DeltaNetSettings(Section):
+    """Gated DeltaNet (arXiv 2412.06464) in the place of attention: each head has a state of fixed size.
+
+    State and convolution start anew in every sample.
+    """
+
+    key_heads: PositiveInt = setting(affects={"plan", "resume"}, description="Heads of queries and keys.")
+    value_heads: PositiveInt = setting(
+        affects={"plan", "resume"}, description="Heads of values, a multiple of `key_heads`."
+    )
+    key_head_dim: PositiveInt = setting(affects={"plan", "resume"}, description="Width of a head's queries and keys.")
+    value_head_dim: PositiveInt = setting(affects={"plan", "resume"}, description="Width of a head's values.")
+    taps: PositiveInt = setting(
+        4,
+        affects={"plan", "resume"},
+        description="Tokens that the convolution of queries, keys and values reads: a token and those before it.",
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "DeltaNetSettings":
+        problems = []
+        if self.value_heads % self.key_heads:
+            problems.append(f"value_heads: found {self.value_heads}, no multiple of key_heads, {self.key_heads}")
+        return self._without(problems)
+
+
 class LlmSettings(UnitSettings):
     """A decoder-only transformer: RMSNorm, rotary positions, grouped-query attention (Llama, Qwen, Gemma)."""
 
@@ -205,6 +231,20 @@ class LlmSettings(UnitSettings):
         affects={"plan", "resume"},
         added_later=True,
         description="Mixtures of experts in the place of the MLPs of blocks. Default: none.",
+    )
+    delta_net: DeltaNetSettings | None = setting(
+        None,
+        affects={"plan", "resume"},
+        added_later=True,
+        description="Gated DeltaNet in the place of attention, in blocks that `full_attention_blocks` does not name "
+        "(Qwen3.5). Default: all blocks have attention.",
+    )
+    attention_gate: bool = setting(
+        False,
+        affects={"plan", "resume"},
+        added_later=True,
+        description="Multiply the output of attention by the sigmoid of features that are made as queries are (arXiv "
+        "2505.06708; Qwen3.5).",
     )
     vocab: PositiveInt = setting(
         affects={"plan", "lengths", "resume"},
@@ -259,7 +299,8 @@ class LlmSettings(UnitSettings):
     full_attention_blocks: tuple[BlockNumber, ...] = setting(
         (),
         affects={"plan", "resume"},
-        description="Blocks, counted from 0, in which tokens attend to all earlier ones in spite of `window`.",
+        description="Blocks, counted from 0, in which tokens attend to all earlier ones in spite of `window` or "
+        "`delta_net`.",
     )
     image_attention: Literal["causal", "bidirectional"] = setting(
         "causal",
@@ -313,8 +354,12 @@ class LlmSettings(UnitSettings):
             problems.append(f"heads {self.heads} is not divisible by kv_heads {self.kv_heads}")
         if self.head_dim is None and self.hidden % self.heads:
             problems.append(f"hidden {self.hidden} is not divisible by heads {self.heads}; set head_dim")
-        if self.full_attention_blocks and self.window is None:
+        if self.full_attention_blocks and self.window is None and self.delta_net is None:
             problems.append("full_attention_blocks: without `window` all blocks have full attention; remove it")
+        if self.delta_net is not None and self.window is not None:
+            problems.append("window cannot be combined with delta_net; remove one of them")
+        if self.delta_net is not None and not self.full_attention_blocks:
+            problems.append("delta_net: some blocks must have attention; name them in full_attention_blocks")
         if self.window_rope_base is not None and self.window is None:
             problems.append("window_rope_base: without `window` no block has one; remove it")
         if self.window_rope_base is not None and self.rope_sections is not None:

@@ -98,8 +98,8 @@ class LoraSettings(Section):
         affects={"plan", "resume"},
         description="The linears with an adapter, as patterns over names like "
         "`llm.layers.3.self_attention.linear_qkv`, with `*`, `?` and `[0-3]`. Blocks have `linear_qkv` (query, key and "
-        "value), `linear_proj`, `linear_fc1` (gate and up) and `linear_fc2`, mixtures those "
-        "of `mlp.experts.*` and of `mlp.shared`; `vision.projector` has `linear_1` and `linear_2`.",
+        "value; `linear_in` in a gated DeltaNet), `linear_proj`, `linear_fc1` (gate and up) and `linear_fc2`, mixtures "
+        "those of `mlp.experts.*` and of `mlp.shared`; `vision.projector` has `linear_1` and `linear_2`.",
     )
     also_train: tuple[str, ...] = setting(
         (),

@@ -6,7 +6,7 @@ import torch
 
 from mmtrain.models import ModelShape
 from mmtrain.models.attention import FUSED_KERNELS, backend_problems, choose_backend, padded_head_dim
-from mmtrain.models.shapes.layer_shape import BLOCK_KINDS
+from mmtrain.models.shapes.layer_shape import BLOCK_KINDS, Attention
 from mmtrain.recipe import Recipe
 
 
@@ -23,7 +23,8 @@ def describe_attention(recipe: Recipe, model: ModelShape, device: torch.device, 
     uses: dict[str, str] = {}
     warnings = []
     for unit in model.units:
-        attention = next((layer.attention for layer in unit.layers if layer.kind in BLOCK_KINDS), None)
+        mixers = (layer.mixer for layer in unit.layers if layer.kind in BLOCK_KINDS)
+        attention = next((mixer for mixer in mixers if isinstance(mixer, Attention)), None)
         if attention is None:
             continue
         head_dim = attention.head_dim

@@ -1,0 +1,109 @@
+"""The costs of a gated DeltaNet inside a block: linear in tokens, whatever the lengths of samples.
+
+Its rule runs in chunks of tokens, and in fp32. A gradient needs its forward once more: see `attention.delta_rule`.
+"""
+
+from mmtrain.costs.cost_model import PassDirection, TokenLoad
+from mmtrain.costs.hardware import Hardware
+from mmtrain.costs.part_records import FP32_BYTES, Gemm, PartParameters, SavedWidths
+from mmtrain.models.shapes.layer_shape import DELTA_CHUNK_TOKENS, DELTA_HEAD_TOKENS, GatedDeltaNet, LayerShape
+
+_KERNELS, _KERNELS_OF_STEP = 80, 8  # of a forward of some heads: all of its chunks together, and each step's
+
+
+class DeltaNetArithmetic:
+    """The costs of a gated DeltaNet."""
+
+    __slots__ = ("layer", "mixer")
+
+    def __init__(self, layer: LayerShape, mixer: GatedDeltaNet) -> None:
+        self.layer = layer
+        self.mixer = mixer
+
+    num_passes = 1  # how often its products without weights are computed
+
+    def gemms(self, tokens: int, tp: int) -> tuple[Gemm, ...]:
+        """Return the GEMMs with weights that one of `tp` ranks computes in forward."""
+        hidden, mixer = self.layer.hidden, self.mixer
+        return Gemm(tokens, mixer.first_width // tp, hidden), Gemm(tokens, hidden, mixer.inner_width // tp)
+
+    def flops(self, load: TokenLoad, tp: int) -> int:
+        """Return the forward FLOPs of the products without weights.
+
+        Of each key head: products of keys, and of queries, with the keys of a chunk. Of each value head: the solution
+        of the chunk's triangular system, what its scores make of that, and three products with the state.
+        """
+        mixer, chunk = self.mixer, DELTA_CHUNK_TOKENS
+        key, value = mixer.key_head_dim, mixer.value_head_dim
+        of_key_head = 4 * chunk * key
+        of_value_head = chunk * (key + value) + 2 * chunk * value + 6 * key * value
+        return load.tokens * (mixer.key_heads * of_key_head + mixer.value_heads * of_value_head) // tp
+
+    def num_parameters(self) -> PartParameters:
+        """Return the number of parameters: linears, convolution, two numbers of each value head, and the norm."""
+        mixer, hidden = self.mixer, self.layer.hidden
+        divided = (mixer.first_width + mixer.inner_width) * hidden
+        divided += mixer.convolved_width * mixer.taps + 2 * mixer.value_heads
+        return PartParameters(divided, mixer.value_head_dim)
+
+    def saved(self, load: TokenLoad, element_bytes: int, tp: int, sorts_sequences: bool) -> SavedWidths:
+        """Return what it keeps: what the first linear makes, and what the last one reads."""
+        return SavedWidths(self.mixer.first_width + self.mixer.inner_width)
+
+    def read_by_weight_gradients(self, tp: int, joins_output: bool) -> dict[str, int]:
+        """Return, by module, the numbers that a rank keeps of a token only for gradients of the module's weights."""
+        first, projection = self.mixer.linears
+        return {first: self.layer.hidden, projection: self.mixer.inner_width // tp}
+
+    @property
+    def gradient_width(self) -> int:
+        """Numbers of a token in gradients at the peak of backward: of the output, and of what the first linear made."""
+        return self.mixer.inner_width + self.mixer.first_width
+
+    def working_bytes(self, load: TokenLoad, tp: int) -> int:
+        """Return what its backward makes again, with the gradients of that, for the heads that it computes at once."""
+        ratio = self.mixer.value_heads // self.mixer.key_heads
+        value_heads = self.mixer.value_heads // tp
+        at_once = min(load.tokens * value_heads, max(DELTA_HEAD_TOKENS, load.tokens * ratio))
+        return round(FP32_BYTES * at_once * _WORKING_SHARE * self._width_between_linears)
+
+    @property
+    def elementwise_width(self) -> int:
+        """How many numbers element-wise work moves for a token in forward: see `rule_seconds`, which counts it."""
+        return 0
+
+    def rule_seconds(self, hardware: Hardware, load: TokenLoad, tp: int, direction: PassDirection) -> float:
+        """Return the seconds between the two linears. A backward takes three forwards: that again, and gradients.
+
+        A sample fills its last chunk by half.
+        """
+        mixer, chunk = self.mixer, DELTA_CHUNK_TOKENS
+        tokens = load.tokens + load.num_sequences * chunk // 2
+        padded = TokenLoad(tokens, 0, load.max_len, load.num_sequences)
+        peak = hardware.clock * hardware.peak_flops("fp32") / hardware.slowest_rank_ratio
+        heads = mixer.value_heads // tp
+        share = hardware.efficiency_at(chunk * -(-tokens // chunk) * heads, mixer.value_head_dim, chunk)
+        products_s = self.flops(padded, tp) / (peak * share)
+        moved_bytes = FP32_BYTES * tokens * heads * _MOVES * self._width_between_linears
+        num_groups = -(-load.tokens * heads // DELTA_HEAD_TOKENS)
+        num_steps = -(-load.max_len // chunk)
+        launches_s = num_groups * (_KERNELS + _KERNELS_OF_STEP * num_steps) * hardware.kernel_launch_s
+        forward_s = products_s + moved_bytes / hardware.moved_bytes_per_s + launches_s
+        return forward_s * (3 if direction == "backward" else 1)
+
+    @property
+    def _width_between_linears(self) -> float:
+        """Numbers that are made of a token of one value head between the linears.
+
+        These are the convolution's sums, queries, keys and values, four matrices of the chunk, the two sides of its
+        system, what reads and writes the state, a share of the states themselves, and the output.
+        """
+        mixer, chunk = self.mixer, DELTA_CHUNK_TOKENS
+        key, value = mixer.key_head_dim, mixer.value_head_dim
+        convolved = mixer.convolved_width / mixer.value_heads
+        return 4 * convolved + 4 * chunk + 2 * (key + value) + 2 * key + 4 * value + 2 * key * value / chunk
+
+
+# Of the numbers between the linears, how many are alive at once in a backward, gradients among them, and how often each
+# is read or written in a forward.
+_WORKING_SHARE, _MOVES = 1.25, 3.0

@@ -1,0 +1,116 @@
+"""Folders of Qwen3.5: what their configs say, what is refused, and tensors that export copies."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from mmtrain.costs import num_parameters
+from mmtrain.errors import RecipeError
+from mmtrain.models.shapes.layer_shape import Attention, GatedDeltaNet
+from mmtrain.models.shapes.model_shape import build_model_shape
+from tests.families.configs import write_config
+from tests.weights.comparison import content, export_again
+from tests.weights.pretrained import qwen3_5, qwen3_5_text, recipe_from, save
+
+TEXT_27B: dict[str, Any] = {
+    "attention_bias": False, "attention_dropout": 0.0, "attn_output_gate": True, "dtype": "bfloat16",
+    "eos_token_id": 248044, "full_attention_interval": 4, "head_dim": 256, "hidden_act": "silu", "hidden_size": 5120,
+    "initializer_range": 0.02, "intermediate_size": 17408,
+    "layer_types": [*["linear_attention"] * 3, "full_attention"] * 16, "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 48,
+    "linear_value_head_dim": 128, "mamba_ssm_dtype": "float32", "max_position_embeddings": 262144,
+    "mlp_only_layers": [], "model_type": "qwen3_5_text", "mtp_num_hidden_layers": 1,
+    "mtp_use_dedicated_embeddings": False, "num_attention_heads": 24, "num_hidden_layers": 64,
+    "num_key_value_heads": 4, "rms_norm_eps": 1e-06, "tie_word_embeddings": False, "use_cache": True,
+    "vocab_size": 248320, "partial_rotary_factor": 0.25,
+    "rope_parameters": {
+        "mrope_interleaved": True, "mrope_section": [11, 11, 10], "partial_rotary_factor": 0.25,
+        "rope_theta": 10000000, "rope_type": "default",
+    },
+}  # fmt: skip
+QWEN3_5_27B: dict[str, Any] = {
+    "architectures": ["Qwen3_5ForConditionalGeneration"], "image_token_id": 248056, "model_type": "qwen3_5",
+    "text_config": TEXT_27B, "tie_word_embeddings": False, "transformers_version": "4.57.0.dev0",
+    "video_token_id": 248057, "vision_end_token_id": 248054, "vision_start_token_id": 248053,
+    "vision_config": {
+        "deepstack_visual_indexes": [], "depth": 27, "hidden_act": "gelu_pytorch_tanh", "hidden_size": 1152,
+        "in_channels": 3, "initializer_range": 0.02, "intermediate_size": 4304, "model_type": "qwen3_5",
+        "num_heads": 16, "num_position_embeddings": 2304, "out_hidden_size": 5120, "patch_size": 16,
+        "spatial_merge_size": 2, "temporal_patch_size": 2,
+    },
+}  # fmt: skip
+
+
+def _folder(path: Path, **text: Any) -> Path:
+    return write_config(path, {**QWEN3_5_27B, "text_config": {**TEXT_27B, **text}})
+
+
+def test_the_config_of_the_hub_has_the_parameters_that_transformers_builds(tmp_path: Path) -> None:
+    from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
+
+    recipe = recipe_from(_folder(tmp_path / "model"), "data.seq_len=32768")
+    units = {unit.name: unit for unit in build_model_shape(recipe).units}
+    with torch.device("meta"):
+        theirs = Qwen3_5ForConditionalGeneration(Qwen3_5Config(**QWEN3_5_27B))
+    expected = {"vision": theirs.model.visual, "llm": theirs.model.language_model}
+    numbers = {name: sum(param.numel() for param in module.parameters()) for name, module in expected.items()}
+    numbers["llm"] += theirs.lm_head.weight.numel()
+    assert {name: sum(map(num_parameters, unit.layers)) for name, unit in units.items()} == numbers
+    llm, mixers = recipe.model.llm, [layer.mixer for layer in units["llm"].layers[1:-1]]
+    assert (llm.rope_width, llm.rope_sections, llm.rope_interleaved, llm.rope_base) == (64, (11, 11, 10), True, 1e7)
+    assert mixers[3] == Attention(heads=24, kv_heads=4, head_dim=256, causal=True, qk_norm=True, output_gate=True)
+    assert mixers[2] == GatedDeltaNet(16, 48, 128, 128, 4)
+    assert sum(isinstance(mixer, GatedDeltaNet) for mixer in mixers) == 48
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layer_types": ["linear_attention"] * 64}, "layer_types: linear_attention in all layers is not supported"),
+        ({"layer_types": ["sliding_attention"] * 64}, "allowed: full_attention or linear_attention for each of 64"),
+        ({"attn_output_gate": False}, "attn_output_gate: false is not supported yet; supported: true"),
+        ({"mamba_ssm_dtype": "bfloat16"}, 'mamba_ssm_dtype: "bfloat16" is not supported yet'),
+        ({"linear_num_value_heads": 40}, "linear_num_value_heads: found 40, allowed: a multiple of"),
+        ({"attention_bias": True}, "attention_bias: true is not supported yet; supported: false"),
+        ({"linear_beta_scale": 2.0}, "linear_beta_scale: 2.0 is not supported yet"),
+    ],
+)
+def test_what_is_not_supported_is_said(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=message):
+        recipe_from(_folder(tmp_path / "model", **changes))
+
+
+def test_ranks_cannot_share_sequences(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"parallel.llm.cp: found 2, allowed with model.llm.delta_net: 1 \(the state"):
+        recipe_from(_folder(tmp_path / "model"), "parallel.llm={cp: 2}")
+
+
+def test_key_heads_limit_tensor_parallelism(tmp_path: Path) -> None:
+    folder = _folder(tmp_path / "model", linear_num_key_heads=4, num_key_value_heads=8)
+    with pytest.raises(RecipeError, match=r"parallel.llm.tp: 8 does not divide model.llm.delta_net.key_heads 4"):
+        recipe_from(folder, "parallel.llm.tp=8")
+
+
+@pytest.mark.parametrize(
+    ("model", "overrides"),
+    [(qwen3_5, ("data.image.min_pixels=16", "data.image.max_pixels=576")), (qwen3_5_text, ())],
+)
+def test_blocks_that_predict_further_tokens_are_copied(
+    model: Callable[[], nn.Module], overrides: tuple[str, ...], tmp_path: Path
+) -> None:
+    folder = save(model(), tmp_path / "model", torch.bfloat16)
+    weights = load_file(folder / "model.safetensors")
+    of_mtp = {"mtp.fc.weight": torch.randn(48, 96).bfloat16(), "mtp.layers.0.mlp.up_proj.weight": torch.randn(96, 48)}
+    save_file(weights | of_mtp, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config.get("text_config", config)["mtp_num_hidden_layers"] = 1
+    (folder / "config.json").write_text(json.dumps(config))
+    exported = export_again(folder, recipe_from(folder, *overrides))
+    assert content(exported) == content(folder)
+    assert of_mtp.keys() <= content(exported).keys()
