@@ -173,6 +173,8 @@ def test_a_run_says_its_kernels_in_a_short_line() -> None:
     loss = LossSizes(8192, 76_032, 3584, 2, trains_matrix=True)
     line = describe_kernels(kernel_choices("torch", CPU, torch.float32, loss))
     assert line == "kernels: torch; loss: torch, for tokens with a target only, with all logits"
+    of_delta_nets = describe_kernels(kernel_choices("torch", CPU, torch.float32, loss, has_delta_nets=True))
+    assert of_delta_nets == f"{line}; gated delta rule: torch"
 
 
 def test_fused_kernels_that_cannot_run_are_an_error() -> None:

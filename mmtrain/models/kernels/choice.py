@@ -9,12 +9,14 @@ from mmtrain.errors import UserError
 from mmtrain.models.kernels.grouped_gemm import grouped_gemm_problem
 from mmtrain.models.kernels.liger import fused_problem
 from mmtrain.models.kernels.weight_gradient import weight_gradient_problem
+from mmtrain.models.shapes.layer_shape import DELTA_CHUNK_TOKENS
 from mmtrain.models.shapes.loss_chunks import CHUNK_TOKENS, MIN_SAVED_SHARE, LossSizes
 from mmtrain.recipe.settings.train_settings import KernelSetting
 
 _FUSED_OPERATIONS = ("rotation of queries and keys", "SwiGLU", "residual sum and RMSNorm")  # all fused, or none
 _LOSS = "loss over the vocabulary"
 _EXPERTS = "linears of experts"
+_DELTA_RULE = "gated delta rule"
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,13 @@ class KernelChoice:
 
     def __str__(self) -> str:
         return f"{self.operation}: {self.form} ({self.reason})"
+
+
+_DELTA_CHOICE = KernelChoice(
+    _DELTA_RULE,
+    "torch",
+    f"chunks of {DELTA_CHUNK_TOKENS} tokens in fp32; kernels of flash-linear-attention are not used",
+)
 
 
 def uses_fused_kernels(setting: KernelSetting, device: torch.device) -> bool:
@@ -49,11 +58,13 @@ def kernel_choices(
     dtype: torch.dtype,
     loss: LossSizes | None = None,
     has_experts: bool = False,
+    has_delta_nets: bool = False,
 ) -> tuple[KernelChoice, ...]:
     """Return the form of each operation on this device, with weights in `dtype`, and why.
 
     loss: the sizes of the loss over the vocabulary in the largest microbatch, where a plan is known.
     has_experts: whether the form of the experts' linears is asked for.
+    has_delta_nets: whether that of the gated delta rule is.
 
     Raises:
         UserError: see `uses_fused_kernels`.
@@ -74,6 +85,7 @@ def kernel_choices(
             problem or "adds them to the optimizer's buffer",
         ),
         *([_experts_choice(device, dtype)] if has_experts else []),
+        *([_DELTA_CHOICE] if has_delta_nets else []),
         _loss_choice(loss),
         KernelChoice("AdamW", "torch's fused kernel", "it clips while it reads gradients"),
     )
@@ -105,5 +117,7 @@ def _loss_choice(sizes: LossSizes | None) -> KernelChoice:
 def describe_kernels(choices: Iterable[KernelChoice]) -> str:
     """Name in a short line the forms that depend on the machine and on the plan; `mmtrain doctor` says all, and why."""
     forms = {choice.operation: choice.form for choice in choices}
-    experts = f"; experts: {forms[_EXPERTS]}" if _EXPERTS in forms else ""
-    return f"kernels: {forms[_FUSED_OPERATIONS[0]]}; loss: {forms[_LOSS]}{experts}"
+    more = [
+        f"; {name}: {forms[key]}" for name, key in (("experts", _EXPERTS), (_DELTA_RULE, _DELTA_RULE)) if key in forms
+    ]
+    return f"kernels: {forms[_FUSED_OPERATIONS[0]]}; loss: {forms[_LOSS]}{''.join(more)}"

@@ -77,7 +77,9 @@ def examine_machine(folder: Path, links: bool = True, commands: Sequence[str] = 
         backends=backends,
         attention=attention,
         attention_by_head_dim=by_head_dim,
-        kernels=[str(choice) for choice in kernel_choices("auto", device, dtype, has_experts=True)],
+        kernels=[
+            str(choice) for choice in kernel_choices("auto", device, dtype, has_experts=True, has_delta_nets=True)
+        ],
         flops=flops,
         messages=messages,
         findings=findings,

@@ -78,8 +78,15 @@ def build_run(session: RankSession, chosen: ChosenPlan) -> RankRun:
     activity.start(INDEXING)
     attention = describe_attention(recipe, rank_context.shape, world.device, rank_context.dtype)
     loss = planned_loss(chosen.plan, rank_context.shape)
-    has_experts = recipe.model.llm.moe is not None
-    kernels = kernel_choices(recipe.train.kernels, world.device, rank_context.dtype, loss, has_experts)
+    llm = recipe.model.llm
+    kernels = kernel_choices(
+        recipe.train.kernels,
+        world.device,
+        rank_context.dtype,
+        loss,
+        has_experts=llm.moe is not None,
+        has_delta_nets=llm.delta_net is not None,
+    )
     introduce_run(console, request, chosen, session.index, position.first_step, attention, kernels)
     stream = GroupStream.of(recipe, session.index)
     targets = share_step_targets(patient_world, recipe, chosen.plan, session.index)
