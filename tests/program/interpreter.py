@@ -4,8 +4,10 @@ It moves labels instead of tensors: every rank runs until it must wait, round af
 never wait. A receive takes the next message of its channel (edge, payload, sender, receiver), whatever that holds.
 Compute and collectives wait for all ranks of their group, but for reductions of gradients and the gathering of
 parameters: a rank starts them and goes on, and they run one after another. Only `Step` waits for reductions, and only
-compute of their own stages for gathered parameters. Parts in a gap run between the two halves of their host;
-a forward or backward in parts is done when its last layer is. The interpreter uses none of the code under test.
+compute of their own stages for gathered parameters. The collectives of a group, of both kinds, come in one order on all
+of its ranks: two communicators of the same ranks are no reason for two orders. Parts in a gap run between the two
+halves of their host; a forward or backward in parts is done when its last layer is. The interpreter uses none of the
+code under test.
 """
 
 from collections import defaultdict
@@ -173,6 +175,8 @@ class Interpreter:
             if ready is None:
                 return False
             start = max(start, state.clock, ready)
+        if len({self.ranks[member].num_begun[tuple(sorted(group))] for member in group}) > 1:
+            self.problems.append(f"{group}: not all have begun as many reductions and gathers before {action}")
         for member in group:
             state = self.ranks[member]
             self._rules(member, state, action)

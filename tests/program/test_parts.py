@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from mmtrain.errors import ProgramError
 from mmtrain.program import (
     Fill,
+    GatherParams,
     Partial,
     Program,
     build_program,
@@ -79,6 +80,24 @@ def test_rejects_exactly_the_programs_that_the_interpreter_cannot_run(program):
             check_program(program)
     else:
         check_program(program)
+
+
+def test_ranks_that_gather_and_compute_in_two_orders_are_rejected() -> None:
+    """The replicas of one unit are the tensor-parallel group of another, and one of them gathers too late."""
+    graph = chain(Unit("vision", tp=2, ranks=(0, 1)), Unit("llm", dp=2, ranks=(0, 1)), n=1)
+    program = build_program(graph)
+    first = list(program.actions[0])
+    gather = next(a for a in first if isinstance(a, GatherParams) and a.unit == "llm")
+    forward = next(position for position, a in enumerate(first) if isinstance(a, Forward))
+    first.remove(gather)
+    first.insert(forward, gather)
+    late = replace(program, actions={**program.actions, 0: tuple(first)})
+    [problem] = interpret(graph, late.actions).problems
+    assert problem.startswith("[0, 1]: not all have begun as many reductions and gathers before Forward")
+    with pytest.raises(ProgramError, match="ranks 0 and 1 share the group"):
+        check_program(late)
+    assert interpret(graph, program.actions).problems == []
+    check_program(program)
 
 
 @given(cut_programs(), st.integers(0, 2**32))
