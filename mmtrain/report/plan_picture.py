@@ -79,7 +79,7 @@ def _legend(plan: Plan, notes: Sequence[str]) -> Iterator[Mark]:
         num_microbatches = plan.schedule.num_microbatches[name]
         text = (
             f"{name}: tp {unit.tp} x {context_parallel}pp {unit.pp} x dp {unit.dp}{virtual_stages}{sequence_parallel}; "
-            f"{num_microbatches} microbatches per replica"
+            f"{num_microbatches} microbatch{'es' * (num_microbatches != 1)} per replica"
         )
         yield Box(0, line * _LEGEND_HEIGHT + 3, 12, 12, unit_color(name, units))
         yield Label(18, line * _LEGEND_HEIGHT + 13, text, color="ink")
