@@ -41,11 +41,8 @@ PLAIN_MIXTURE: Settings = {
 }
 
 _TIED_KEY = "tie_word_embeddings"
-_FULL, _SLIDING, _LINEAR = (
-    "full_attention",
-    "sliding_attention",
-    "linear_attention",
-)  # what `layer_types` says of a block
+# What `layer_types` says of a block.
+_FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
 
 def decoder_settings(
@@ -255,14 +252,7 @@ def window_settings(
     config: ConfigSection, num_blocks: int, window: int | None, is_full: Callable[[int], bool]
 ) -> Settings:
     """Return the settings of sliding windows; `is_full` says which blocks have none if `layer_types` is missing."""
-    kinds = config.value("layer_types")
-    if kinds is None:
-        kinds = [_FULL if window is None or is_full(block) else _SLIDING for block in range(num_blocks)]
-    is_list = isinstance(kinds, list) and len(kinds) == num_blocks
-    if not is_list or not all(kind in (_FULL, _SLIDING) for kind in kinds):
-        config.reject("layer_types", f"found {kinds}, allowed: {_FULL} or {_SLIDING} for each of {num_blocks} layers")
-        return {"window": None, "full_attention_blocks": ()}
-    full = tuple(block for block, kind in enumerate(kinds) if kind == _FULL)
+    full = _full_attention_blocks(config, num_blocks, _SLIDING, lambda block: window is None or is_full(block))
     if len(full) == num_blocks:
         return {"window": None, "full_attention_blocks": ()}
     if window is None:
@@ -270,17 +260,27 @@ def window_settings(
     return {"window": window, "full_attention_blocks": full}
 
 
+def _full_attention_blocks(
+    config: ConfigSection, num_blocks: int, other: str, is_full: Callable[[int], bool]
+) -> tuple[int, ...]:
+    """Return the blocks that `layer_types` gives full attention, where others have `other`; all if it is not valid.
+
+    is_full: says which they are if it is missing.
+    """
+    kinds = config.value("layer_types")
+    if kinds is None:
+        kinds = [_FULL if is_full(block) else other for block in range(num_blocks)]
+    is_list = isinstance(kinds, list) and len(kinds) == num_blocks
+    if not is_list or not all(kind in (_FULL, other) for kind in kinds):
+        config.reject("layer_types", f"found {kinds}, allowed: {_FULL} or {other} for each of {num_blocks} layers")
+        return tuple(range(num_blocks))
+    return tuple(block for block, kind in enumerate(kinds) if kind == _FULL)
+
+
 def mixer_settings(config: ConfigSection, num_blocks: int) -> Settings:
     """Return which blocks have a gated DeltaNet in the place of attention, and its widths."""
     interval = config.integer("full_attention_interval", 4)
-    kinds = config.value("layer_types")
-    if kinds is None:
-        kinds = [_LINEAR if (block + 1) % interval else _FULL for block in range(num_blocks)]
-    is_list = isinstance(kinds, list) and len(kinds) == num_blocks
-    if not is_list or not all(kind in (_FULL, _LINEAR) for kind in kinds):
-        config.reject("layer_types", f"found {kinds}, allowed: {_FULL} or {_LINEAR} for each of {num_blocks} layers")
-        kinds = [_FULL] * num_blocks
-    full = tuple(block for block, kind in enumerate(kinds) if kind == _FULL)
+    full = _full_attention_blocks(config, num_blocks, _LINEAR, lambda block: (block + 1) % interval == 0)
     if not full:
         config.reject("layer_types", f"{_LINEAR} in all layers is not supported yet; supported: {_FULL} in some")
     delta_net = {

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 Box = tuple[tuple[int, int], ...]  # [lo, hi) along each dimension
+# Rows of heads: tensor (None: ours are zeros), first row, number of rows, features of a head that turn (None: all).
+_Part = tuple[str | None, int, int, int | None]
 
 
 @dataclass(frozen=True)
@@ -205,16 +207,13 @@ def query_key_value(
     tensors: of queries, keys and values. Models whose keys have no bias have None for it, and zeros in our parameter.
     inputs: the dimensions after the rows, (hidden,) of weights, () of biases. turning: see `head_features`.
     """
+    queries, keys, values = tensors
     query_rows = heads // kv_heads * head_dim
-    parts = (query_rows, turning), (head_dim, turning), (head_dim, None)
-    blocks = []
-    row = 0
+    parts: list[_Part] = []
     for head in range(kv_heads):
-        for tensor, (rows, of_part) in zip(tensors, parts, strict=True):
-            if tensor is not None:
-                blocks += _rows_of_heads(tensor, (head * rows, rows), row, inputs, (head_dim, of_part))
-            row += rows
-    return ParameterSource(name, tuple(blocks), may_be_padded=None in tensors)
+        parts.append((queries, head * query_rows, query_rows, turning))
+        parts += _key_and_value((keys, values), head, head_dim, turning)
+    return ParameterSource(name, _stacked(parts, inputs, head_dim), may_be_padded=keys is None)
 
 
 def gated_query_key_value(
@@ -232,21 +231,33 @@ def gated_query_key_value(
     these.
     """
     queries, keys, values = tensors
-    ratio, rest = heads // kv_heads, _whole(inputs)
-    blocks = []
-    row = 0
+    ratio = heads // kv_heads
+    parts: list[_Part] = []
     for head in range(kv_heads):
-        for query in range(head * ratio, (head + 1) * ratio):
-            blocks += _rows_of_heads(queries, (2 * query * head_dim, head_dim), row, inputs, (head_dim, turning))
-            row += head_dim
-        for query in range(head * ratio, (head + 1) * ratio):
-            first = (2 * query + 1) * head_dim
-            blocks.append(Block(queries, ((first, first + head_dim), *rest), ((row, row + head_dim), *rest)))
-            row += head_dim
-        for tensor, of_part in ((keys, turning), (values, None)):
-            blocks += _rows_of_heads(tensor, (head * head_dim, head_dim), row, inputs, (head_dim, of_part))
-            row += head_dim
-    return ParameterSource(name, tuple(blocks))
+        of_head = range(head * ratio, (head + 1) * ratio)
+        parts += [(queries, 2 * query * head_dim, head_dim, turning) for query in of_head]
+        parts += [(queries, (2 * query + 1) * head_dim, head_dim, None) for query in of_head]
+        parts += _key_and_value((keys, values), head, head_dim, turning)
+    return ParameterSource(name, _stacked(parts, inputs, head_dim))
+
+
+def _key_and_value(
+    tensors: tuple[str | None, str], head: int, head_dim: int, turning: int | None
+) -> tuple[_Part, _Part]:
+    """Return the parts of a KV head's key and value."""
+    keys, values = tensors
+    return (keys, head * head_dim, head_dim, turning), (values, head * head_dim, head_dim, None)
+
+
+def _stacked(parts: Iterable[_Part], inputs: Sequence[int], head_dim: int) -> tuple[Block, ...]:
+    """Return the blocks of a parameter that has the rows of the parts one after the other."""
+    blocks: list[Block] = []
+    row = 0
+    for tensor, first, number, turning in parts:
+        if tensor is not None:
+            blocks += _rows_of_heads(tensor, (first, number), row, inputs, (head_dim, turning))
+        row += number
+    return tuple(blocks)
 
 
 def head_features(name: str, tensor: str, head_dim: int, turning: int | None) -> ParameterSource:
@@ -279,29 +290,13 @@ def _rows_of_heads(
 
 def joint_query_key_value(name: str, tensor: str, heads: int, head_dim: int, inputs: Sequence[int]) -> ParameterSource:
     """Return the joint projection from a tensor with the rows of all queries, then of all keys, then of all values."""
-    blocks = []
-    row = 0
-    for head in range(heads):
-        for kind in range(3):
-            rest = _whole(inputs)
-            first = (kind * heads + head) * head_dim
-            view_box = ((row, row + head_dim), *rest)
-            blocks.append(Block(tensor, ((first, first + head_dim), *rest), view_box))
-            row += head_dim
-    return ParameterSource(name, tuple(blocks))
+    rows = heads * head_dim
+    return parts_by_head(name, [(tensor, kind * rows, rows) for kind in range(3)], heads, inputs)
 
 
 def by_head(name: str, tensors: Sequence[str], heads: int, shape: Sequence[int]) -> ParameterSource:
     """Return a joint projection from tensors of one shape: for each head its rows of the first tensor, and so on."""
-    rows, rest = shape[0] // heads, _whole(shape[1:])
-    blocks = []
-    row = 0
-    for head in range(heads):
-        for tensor in tensors:
-            tensor_box = ((head * rows, (head + 1) * rows), *rest)
-            blocks.append(Block(tensor, tensor_box, ((row, row + rows), *rest)))
-            row += rows
-    return ParameterSource(name, tuple(blocks))
+    return parts_by_head(name, [(tensor, 0, shape[0]) for tensor in tensors], heads, shape[1:])
 
 
 def parts_by_head(
