@@ -8,7 +8,6 @@ import typer
 from mmtrain.cli.options import AsJson, Overrides
 
 if TYPE_CHECKING:
-    from mmtrain.data.formats.sample import Quarantined
     from mmtrain.data.index.data_check import CheckReport
 
 MAX_EXAMPLES_PER_REASON = 3  # bad samples that are printed for each reason
@@ -87,18 +86,14 @@ def check(
 
 def check_text(report: "CheckReport") -> str:
     """Write the report as lines: the counts, then each reason with its first examples."""
-    from mmtrain.data.formats.sample import QUARANTINE_REASONS
+    from mmtrain.data.formats.sample import QUARANTINE_REASONS, one_per_reason
 
     media = ", ".join(f"{_PLURALS[kind]} {count}" for kind, count in report.media.items()) or "no media"
     sound = f" ({report.seconds_of_sound:.0f} s of audio)" if report.seconds_of_sound else ""
     lines = [f"{report.samples} samples, {len(report.bad)} of them bad; decoded without error: {media}{sound}"]
     for kind, count in report.kinds.items():
         lines.append(f"  {kind}: {count} ({QUARANTINE_REASONS[kind]})")
-        first_by_reason: dict[str, Quarantined] = {}
-        for sample in report.bad:
-            if sample.kind == kind:  # a reason that many samples share is told once
-                first_by_reason.setdefault(sample.reason, sample)
-        examples = list(first_by_reason.values())[:MAX_EXAMPLES_PER_REASON]
+        examples = one_per_reason(sample for sample in report.bad if sample.kind == kind)[:MAX_EXAMPLES_PER_REASON]
         lines += [f"    {sample}" for sample in examples]
         if count > len(examples):
             lines.append(f"    and {count - len(examples)} more: --out bad.jsonl lists all")

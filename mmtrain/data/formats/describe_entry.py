@@ -18,6 +18,7 @@ from mmtrain.data.formats.layout_table import (
 _REJECTED_KEYS = ("rejected_response", "rejected_messages")  # ms-swift's, beside the better answer
 _CHOSEN_KEY, _REJECTED_KEY = "chosen", "rejected"
 _LABEL_KEY = "label"  # true or false beside `completion`: TRL's mark of a good or a bad answer
+PREFERENCE_KEYS = (_CHOSEN_KEY, _REJECTED_KEY, *_REJECTED_KEYS, _LABEL_KEY)  # by which preference data is recognized
 _MAX_SHOWN_KEYS = 20
 _MIN_NEARNESS = 0.45  # of a layout that messages suggest, from 0 to 1
 _MIN_SIMILARITY = 0.75  # of two keys that may be the same, misspelled

@@ -25,6 +25,7 @@ from mmtrain.data.formats.layout_table import (
     PAIRS_KEY,
     SENTENCES_KEY,
     EntryFormat,
+    EntryLayout,
 )
 
 
@@ -54,10 +55,9 @@ def to_conversation(entry: dict[str, Any], entry_format: EntryFormat = ANY_FORMA
         has_pairs = isinstance(turns, list) and bool(turns) and all(pair_keys(turn) for turn in turns)
         return EntryTurns({**entry, key: pairs_to_messages(turns, key)} if has_pairs else entry, key)
     if key in CAPTION_KEYS:
-        return EntryTurns(caption_to_conversation(entry, _media_kinds(entry), entry_format), "messages")
-    if key == SENTENCES_KEY:
-        entry = matches_to_document(entry)
-    if PAIRS_KEY in entry and key in (PAIRS_KEY, SENTENCES_KEY):
+        return EntryTurns(_caption_with_question(entry, layout, _media_kinds(entry)), "messages")
+    if key in (PAIRS_KEY, SENTENCES_KEY):
+        entry = matches_to_document(entry) if key == SENTENCES_KEY else entry
         if is_document(entry):
             return EntryTurns(document_to_conversation(entry), "messages")
         return EntryTurns({**entry, "messages": pairs_to_messages(entry[PAIRS_KEY], PAIRS_KEY)}, "messages", False)
@@ -75,6 +75,11 @@ def caption_to_conversation(entry: Any, media_kinds: Iterable[str], entry_format
     layout = entry_format.find_layout(entry) if isinstance(entry, dict) else None
     if layout is None or layout.keys[0] not in CAPTION_KEYS:
         return entry
+    return _caption_with_question(entry, layout, media_kinds)
+
+
+def _caption_with_question(entry: dict[str, Any], layout: EntryLayout, media_kinds: Iterable[str]) -> dict[str, Any]:
+    """Return an entry with a caption as `caption_to_conversation` does."""
     caption = next((entry[key] for key in (*layout.keys, *CAPTION_KEYS) if isinstance(entry.get(key), str)), None)
     if caption is None:
         key = layout.keys[0]

@@ -18,7 +18,7 @@ import pyarrow.parquet
 from mmtrain.data.formats.allowed_folder import MediaFolder
 from mmtrain.data.formats.bad_sample import BadSampleError
 from mmtrain.data.formats.conversation import build_sample, entry_id
-from mmtrain.data.formats.describe_entry import describe_preference, describe_unknown
+from mmtrain.data.formats.describe_entry import PREFERENCE_KEYS, describe_preference, describe_unknown
 from mmtrain.data.formats.entry_messages import is_document
 from mmtrain.data.formats.json_files import parse_json
 from mmtrain.data.formats.layout_table import LAYOUT_KEYS, LIST_KEYS, MEDIA_KIND_BY_KEY, EntryFormat
@@ -32,6 +32,7 @@ from mmtrain.data.optional_packages import check_package_fits
 from mmtrain.data.remote.locations import open_location
 from mmtrain.errors import DataError, RemoteReadError
 from mmtrain.recipe.settings.data_settings import LimitSettings
+from mmtrain.recipe.settings.source_columns import OTHER_ENTRY_KEYS
 from mmtrain.recipe.settings.source_path import SourcePath
 
 _MEDIA_KIND_BY_EXTENSION_COLUMN = {
@@ -39,8 +40,7 @@ _MEDIA_KIND_BY_EXTENSION_COLUMN = {
     **dict.fromkeys(("wav", "flac", "mp3", "ogg", "opus", "m4a", "aac"), "audio"),
     "mp4": "video",
 }
-_TEXT_COLUMNS = (*LAYOUT_KEYS, "system", "tools", "functions", "id", "template")
-_PREFERENCE_COLUMNS = ("chosen", "rejected", "rejected_response", "rejected_messages", "label")
+_TEXT_COLUMNS = (*LAYOUT_KEYS, *OTHER_ENTRY_KEYS)
 # Limits of Parquet's own metadata (names, row groups, statistics): a hostile file must not fill the memory.
 _MAX_METADATA_STRING_BYTES = 256 << 20
 _MAX_METADATA_ENTRIES = 10_000_000
@@ -97,7 +97,7 @@ def _read_columns(names: Sequence[str], media_kinds: Mapping[str, str], entry_fo
 
 def _says_more(name: str) -> bool:
     """Return whether a column may say what is learned, or that the file holds preferences."""
-    return name in _PREFERENCE_COLUMNS or says_what_is_learned(name)
+    return name in PREFERENCE_KEYS or says_what_is_learned(name)
 
 
 def _check_layout(path: SourcePath, schema: Any, entry_format: EntryFormat) -> None:
@@ -108,7 +108,7 @@ def _check_layout(path: SourcePath, schema: Any, entry_format: EntryFormat) -> N
 
 
 def _value_of(value_type: Any) -> Any:
-    """Return a value as a column of a type may hold it: what an entry's keys are judged by."""
+    """Return a value as a column of this type may hold it, by which the layout of its rows is found."""
     if pa.types.is_dictionary(value_type):
         value_type = value_type.value_type
     if pa.types.is_struct(value_type):

@@ -171,6 +171,14 @@ class Quarantined:
         return f"{self.source}, number {self.index}, id {self.id!r}: {self.kind}: {self.reason}"
 
 
+def one_per_reason(quarantined: Iterable[Quarantined]) -> list[Quarantined]:
+    """Return the first of the samples that share a reason, for messages that name it once."""
+    first: dict[tuple[str, str], Quarantined] = {}
+    for sample in quarantined:
+        first.setdefault((sample.kind, sample.reason), sample)
+    return list(first.values())
+
+
 def written_text(text: str) -> str:
     """Return the text of a turn as its author wrote it, with the marks that it spells."""
     return text.replace(LITERAL_START, "<")

@@ -5,14 +5,12 @@ import os
 import unicodedata
 from collections.abc import Iterable, Iterator
 from hashlib import blake2b
-from typing import Literal
 
 from mmtrain.data.formats.sample import Quarantined, Sample
 from mmtrain.data.media.media_bytes import FileMedia, InlineMedia, Media, TarMember
-from mmtrain.recipe.settings.data_settings import DataSettings, SourceSettings
+from mmtrain.recipe.settings.data_settings import DataPart, DataSettings, SourceSettings
 from mmtrain.recipe.settings.source_path import is_url
 
-DataPart = Literal["train", "validation"]
 _HASH_BYTES = 8
 
 

@@ -32,8 +32,8 @@ from mmtrain.balance.columns import (
 )
 from mmtrain.balance.grouping.mixture import Mixture
 from mmtrain.data.callbacks import NotifyCallback
-from mmtrain.data.formats.sample import Quarantined, Sample
-from mmtrain.data.formats.sample_split import DataPart, SampleSplit
+from mmtrain.data.formats.sample import Quarantined, Sample, one_per_reason
+from mmtrain.data.formats.sample_split import SampleSplit
 from mmtrain.data.index.frozen_samples import warn_of_idle_training
 from mmtrain.data.index.index_cache import IndexCache, StoredIndex
 from mmtrain.data.index.media_versions import MediaVersions
@@ -49,7 +49,7 @@ from mmtrain.data.text.cut_samples import features_of_cut
 from mmtrain.data.text.load_tokenizer import load_recipe_tokenizer
 from mmtrain.data.text.sample_tokenizer import ItemTenths, MediaFeatures, add_queries, split_videos
 from mmtrain.errors import DataError, TooManyBadSamples
-from mmtrain.recipe.settings.data_settings import SourceSettings
+from mmtrain.recipe.settings.data_settings import DataPart, SourceSettings
 from mmtrain.recipe.settings.generator_settings import GeneratorSettings
 from mmtrain.recipe.settings.modalities import GENERATOR, VISION
 from mmtrain.recipe.settings.schema import Recipe
@@ -229,7 +229,7 @@ def build_index(recipe: Recipe, which: DataPart = "train", notify: NotifyCallbac
         RecipeError: every parameter of the model is frozen.
         TooManyBadSamples: the share of quarantined samples is above `data.max_bad_rate`.
     """
-    sources = recipe.data.sources if which == "train" else recipe.data.held_out_sources
+    sources = recipe.data.sources_of(which)
     if sources and sources[0].states_lengths:
         return _index_stated_lengths(recipe, sources)
     cache = IndexCache.for_recipe(recipe, sources, which)
@@ -247,9 +247,9 @@ def build_index(recipe: Recipe, which: DataPart = "train", notify: NotifyCallbac
     check_bad_rate(stored.quarantined, len(stored.samples) + len(stored.quarantined), recipe.data.max_bad_rate)
     if not len(stored.samples):
         files = ", ".join(str(source.path) for source in sources) or "an empty list"
-        setting = "data.sources" if which == "train" else "data.validation"
+        setting = "data.sources" if which == "train" else recipe.data.held_out_setting
         if which == "validation" and recipe.data.validation_fraction is not None:
-            setting = f"data.validation_fraction: {recipe.data.validation_fraction:g} holds out too little, raise it"
+            setting += f": {recipe.data.validation_fraction:g} holds out too little, raise it"
         raise DataError(f"{setting}: no usable samples in {files}")
     index = replace(from_stored(stored, recipe, sources), cache_folder=cache_folder)
     if which == "train":
@@ -312,10 +312,7 @@ def check_bad_rate(quarantined: Sequence[Quarantined], total: int, allowed: floa
             f"data.seq_len: all {total} samples are longer than this; raise it, or shorten the samples. "
             f"The first one:\n  {quarantined[0]}"
         )
-    different: dict[tuple[str, str], Quarantined] = {}
-    for entry in quarantined:  # a reason that many samples share is told once
-        different.setdefault((entry.kind, entry.reason), entry)
-    first = "".join(f"\n  {entry}" for entry in list(different.values())[:MAX_SAMPLES_IN_MESSAGE])
+    first = "".join(f"\n  {sample}" for sample in one_per_reason(quarantined)[:MAX_SAMPLES_IN_MESSAGE])
     if len(quarantined) == total and all(q.kind == "preference" for q in quarantined):
         raise DataError(f"data.sources: none of {total} samples can be learned; of the first: {quarantined[0].reason}")
     raise TooManyBadSamples(
@@ -331,7 +328,7 @@ def _count_kinds(quarantined: Sequence[Quarantined]) -> str:
 
 def _read_sources(recipe: Recipe, which: DataPart, cache: IndexCache | None, notify: NotifyCallback) -> StoredIndex:
     """Read all sources of a part; store the result if there is a cache."""
-    sources = recipe.data.sources if which == "train" else recipe.data.held_out_sources
+    sources = recipe.data.sources_of(which)
     split = SampleSplit.of(recipe.data, which)
     tokenizer = load_recipe_tokenizer(recipe)
     with _garbage_collection_paused(), io.BytesIO() if cache is None else cache.new_records() as records:

@@ -37,7 +37,6 @@ from mmtrain.data.callbacks import NotifyCallback
 from mmtrain.data.formats.energon import description_files
 from mmtrain.data.formats.read_source import list_shards
 from mmtrain.data.formats.sample import Quarantined
-from mmtrain.data.formats.sample_split import DataPart
 from mmtrain.data.index.media_versions import MediaVersions, find_changed
 from mmtrain.data.index.sample_table import SampleTable
 from mmtrain.data.media.nearest_name import show_path
@@ -46,7 +45,7 @@ from mmtrain.data.text.tokenizer_folder import tokenizer_sha256
 from mmtrain.durable_files import take_lock
 from mmtrain.errors import DataError, RemoteReadError
 from mmtrain.recipe.settings.base import select
-from mmtrain.recipe.settings.data_settings import SourceSettings
+from mmtrain.recipe.settings.data_settings import DataPart, SourceSettings
 from mmtrain.recipe.settings.schema import Recipe
 from mmtrain.recipe.settings.source_path import RemotePath, SourcePath
 

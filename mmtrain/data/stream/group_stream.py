@@ -460,10 +460,11 @@ def validation_batches(
     num_microbatches: Mapping[str, int],
     limit: int,
     dispatch: bool = False,
+    setting: str = "data.validation",
 ) -> list[BatchMeta]:
     """Return at most `limit` global batches of held-out groups, always the same; `step` counts them from 0.
 
-    dispatch: whether any replica may compute an item, see `StepTargets`.
+    dispatch: whether any replica may compute an item, see `StepTargets`. setting: holds the samples out, for messages.
 
     If all groups fit into fewer batches, every sample is used exactly once: groups are halved until their number fills
     the last batch. Raises `DataError` if there are fewer samples than one batch has groups.
@@ -478,7 +479,7 @@ def validation_batches(
         samples = groups[largest]
         if len(samples) == 1:
             raise DataError(
-                f"data.validation: {len(index.lengths)} usable samples, but a global batch needs {per_batch} groups: "
+                f"{setting}: {len(index.lengths)} usable samples, but a global batch needs {per_batch} groups: "
                 "add samples or lower train.global_batch"
             )
         groups[largest : largest + 1] = [samples[: len(samples) // 2], samples[len(samples) // 2 :]]

@@ -13,6 +13,7 @@ from mmtrain.recipe.settings.text_settings import SpecialTokenSettings
 
 Share = Annotated[float, Field(ge=0, le=1)]
 StepNumber = Annotated[int, Field(ge=0)]
+DataPart = Literal["train", "validation"]
 
 
 def share_schedule(value: object) -> dict[int, float] | None:
@@ -583,6 +584,15 @@ class DataSettings(Section):
         description="Seconds in which a producer that owes steps makes none, after which others make them although it "
         "still answers. It is tried again later, each time after a longer pause. Keep this below `train.watchdog_s`.",
     )
+
+    def sources_of(self, part: DataPart) -> tuple[SourceSettings, ...]:
+        """Return the sources that hold the samples of a part; see `held_out_sources`."""
+        return self.sources if part == "train" else self.held_out_sources
+
+    @property
+    def held_out_setting(self) -> str:
+        """Return which setting holds samples out, for messages."""
+        return "data.validation" if self.validation_fraction is None else "data.validation_fraction"
 
     @property
     def held_out_sources(self) -> tuple[SourceSettings, ...]:

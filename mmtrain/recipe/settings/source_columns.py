@@ -5,17 +5,15 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-# Keys that hold what is said, by layout; see `mmtrain/data/formats/layouts.py`.
-TEXT_ENTRY_KEYS = (
+# Keys of the layouts, whose table is `mmtrain/data/formats/layout_table.py`; those beside them; and those of media.
+LAYOUT_ENTRY_KEYS = (
     *("conversations", "messages", "conversation", "texts", "text_list", "image_info"),
     *("instruction", "output", "query", "response", "prompt", "completion", "caption", "text", "txt"),
+    *("input", "history"),
 )
+OTHER_ENTRY_KEYS = ("system", "tools", "functions", "id", "template")
 MEDIA_ENTRY_KEYS = ("image", "images", "audio", "audios", "video", "videos")
-ENTRY_KEYS = (
-    *TEXT_ENTRY_KEYS,
-    *("input", "history", "system", "tools", "functions", "id", "template"),
-    *MEDIA_ENTRY_KEYS,
-)
+ENTRY_KEYS = (*LAYOUT_ENTRY_KEYS, *OTHER_ENTRY_KEYS, *MEDIA_ENTRY_KEYS)
 
 
 def _known_columns(columns: dict[str, str]) -> dict[str, str]:

@@ -236,7 +236,8 @@ def build_held_out_evaluation(rank_context: RankContext) -> Callable[[], GivenAn
     questions = select_questions(index, recipe.train.evaluate_questions)
     if not questions:
         raise UserError(
-            f"train.evaluate_every: found {recipe.train.evaluate_every}, allowed with this data.validation: 0, because "
+            f"train.evaluate_every: found {recipe.train.evaluate_every}, allowed with this "
+            f"{recipe.data.held_out_setting}: 0, because "
             "the last answer of every held-out sample has an image to draw, or is cut; train.validate_every computes "
             "its loss"
         )

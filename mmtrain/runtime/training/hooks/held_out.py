@@ -36,6 +36,7 @@ class Validation(StepHook):
             rank_context.num_microbatches,
             recipe.train.validate_batches,
             dispatch=rank_context.graph.dispatches_items,
+            setting=recipe.data.held_out_setting,
         )
         builder = BatchBuilder(index, recipe, rank_context.needs, rank_context.num_microbatches)
         # Media are decoded in a thread: else the device would wait for each batch, one after another.
