@@ -13,6 +13,8 @@ import psutil
 import pytest
 
 from mmtrain.report import read_metrics
+from mmtrain.runtime.execution.activity import Activity
+from mmtrain.runtime.resilience.failures import record_early_stop
 from mmtrain.runtime.resilience.folder_lock import FolderLock
 from mmtrain.runtime.resilience.launch import free_port
 from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, read_run_state, write_run_state
@@ -51,6 +53,9 @@ def test_what_torchrun_restarts_goes_on_unless_it_was_stopped(data: Path, tmp_pa
     assert [s["step"] for s in read_metrics(tmp_path)] == list(range(1, NUM_STEPS + 1))
     write_run_state(tmp_path, "stopped")
     assert fork_ranks(2, _restarted_rank, request, free_port()) == [75, 75]
+    with FolderLock(tmp_path) as lock:
+        record_early_stop(lock.claim(), 0, Activity())
+    assert fork_ranks(2, _restarted_rank, request, free_port()) == [0, 0], "torchrun stops the ranks of an attempt so"
 
 
 @pytest.mark.slow

@@ -151,12 +151,17 @@ def test_a_rank_that_computes_while_others_lose_a_peer_is_not_gone(tmp_path: Pat
 
 
 def test_a_rank_that_lost_a_peer_to_a_signal_has_not_failed(tmp_path: Path, claim: FolderClaim) -> None:
-    record_early_stop(claim, 1, Activity(), ends_run=False)
-    assert read_run_state(tmp_path) == {}, "torchrun sends the same signal to start a run again"
     record_early_stop(claim, 1, Activity())
     with pytest.raises(StoppedAndSaved, match="before the first step"), report_failures(claim, 0, Activity()):
         raise RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:1")
     assert read_run_state(tmp_path)["status"] == "stopped"
+
+
+def test_a_signal_that_a_launcher_sends_for_a_failed_rank_hides_no_error(tmp_path: Path, claim: FolderClaim) -> None:
+    with pytest.raises(ValueError, match="broken"), report_failures(claim, 1, Activity()):
+        raise ValueError("broken")
+    record_early_stop(claim, 0, Activity())
+    assert read_run_state(tmp_path) == {"status": "failed", "step": 0, "error": "rank 1: ValueError: broken"}
 
 
 def test_a_run_that_stopped_has_not_failed(tmp_path: Path, claim: FolderClaim) -> None:

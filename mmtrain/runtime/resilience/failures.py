@@ -176,14 +176,15 @@ def read_living(run_dir: Path) -> set[int]:
     return {int(path.stem.removeprefix("rank-")) for path in (run_dir / FAILURES_FOLDER).glob(f"rank-*{_LIFE_SUFFIX}")}
 
 
-def record_early_stop(claim: FolderClaim, rank: int, activity: Activity, ends_run: bool = True) -> None:
+def record_early_stop(claim: FolderClaim, rank: int, activity: Activity) -> None:
     """Write that a signal stops this rank before the first step: the others end too, and none is to blame.
 
-    `ends_run` is False where the launcher sends that signal too, when it starts all ranks again for another's failure.
+    Where another rank has failed, the launcher sends that signal, and the run's state stays what that rank wrote.
     """
     if claim.is_held():
+        has_failed = any(failure.kind != "stopped" for failure in read_failures(claim.run_dir))
         write_failure(claim.run_dir, describe_failure(rank, activity, "stopped", "a stop signal"))
-        if ends_run:
+        if not has_failed:
             write_run_state(claim.run_dir, "stopped")
 
 

@@ -61,7 +61,7 @@ def open_session(
     # Rank 0 takes the folder for all.
     with FolderLock(request.run_dir, notify, lease, launcher=request.restarting_launcher) as lock:
         claim = world.on_first(lambda: claim_run_folder(request, lock))
-        stop.last_act = partial(record_early_stop, claim, world.rank, activity, address.launcher != "torchrun")
+        stop.last_act = partial(record_early_stop, claim, world.rank, activity)
         with (
             report_failures(claim, world.rank, activity, _hosts_to_name(address, world)),
             Watchdog(

@@ -14,7 +14,7 @@ from mmtrain.runtime.evaluation.plugin_metrics import find_metrics
 from mmtrain.runtime.execution.activity import AWAITING_PLAN, PLANNING
 from mmtrain.runtime.execution.precision import set_determinism
 from mmtrain.runtime.execution.process_groups import release_groups
-from mmtrain.runtime.resilience.failures import lost_peers_named
+from mmtrain.runtime.resilience.failures import is_stopped_early, lost_peers_named
 from mmtrain.runtime.resilience.launch import LauncherMonitor, free_port, has_watching_launcher
 from mmtrain.runtime.resilience.signals import StopSignalListener
 from mmtrain.runtime.run_folder import read_run_state
@@ -92,7 +92,8 @@ def _request_under_torchrun(request: TrainRequest, address: Address) -> TrainReq
         return replace(request, resume=True, may_be_new=not request.resume)
     if not address.attempt:
         return request
-    if read_run_state(request.run_dir).get("status") == "stopped":
+    is_stopped = read_run_state(request.run_dir).get("status") == "stopped"
+    if is_stopped and not is_stopped_early(request.run_dir):  # early, torchrun itself may have sent the signal
         raise StoppedAndSaved("stopped by a signal before this restart, which torchrun counts as a failure")
     return replace(request, resume=True, go_back=None, force_unlock=False)
 
