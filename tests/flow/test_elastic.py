@@ -164,7 +164,7 @@ def _agent(port: int, data: Path, run_dir: Path) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("lost", ["agent", "node"])
+@pytest.mark.parametrize("lost", [pytest.param("agent", marks=pytest.mark.long), "node"])
 def test_a_run_under_torchrun_shrinks_when_a_node_is_gone_and_grows_when_one_comes(
     data: Path, tmp_path: Path, lost: str
 ) -> None:

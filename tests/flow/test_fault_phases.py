@@ -96,12 +96,14 @@ def test_ranks_that_hang_in_each_phase_are_started_again(
     _assert_ended_as(request, unbroken_run)
 
 
+@pytest.mark.long
 def test_torchrun_starts_ranks_that_hang_in_each_phase_again(data: Path, unbroken_run: Path, tmp_path: Path) -> None:
     request = _request(data, tmp_path, "hang", WATCHED, phases=AFTER_START)
     assert torchrun(request, max_restarts=len(AFTER_START)) == [0]
     _assert_ended_as(request, unbroken_run)
 
 
+@pytest.mark.long
 def test_slurm_tasks_that_hang_in_each_phase_end_and_are_resumed(
     data: Path, unbroken_run: Path, tmp_path: Path
 ) -> None:
