@@ -22,7 +22,6 @@ from mmtrain.planning.colocated.colocated_search import (
     _by_bound,
     _enumerate,
     _least_seconds_of_busiest_rank,
-    _passes_of_step,
     _recompute_levels,
     _StepBound,
     search_colocated,
@@ -299,7 +298,7 @@ def test_among_equal_bounds_layouts_with_fewest_passes_come_first() -> None:
     bound, levels = _StepBound(evaluator.layer_costs), _recompute_levels(evaluator.layer_costs, wide.recompute_shares)
     attempts = [_Attempt(candidate, evaluator, levels) for candidate in _enumerate(evaluator, 8, bound)]
     tried = [attempt.candidate for attempt in _by_bound(attempts, evaluator, bound, lambda: math.inf)]
-    num_passes = [_passes_of_step(candidate.assignment) for candidate in tried]
+    num_passes = [candidate.assignment.passes_of_step for candidate in tried]
     assert len(num_passes) == wide.max_laid_out < len(attempts)
     assert num_passes == sorted(num_passes)
     assert len(set(num_passes)) > 1
@@ -316,7 +315,7 @@ def test_layouts_of_very_many_passes_wait_for_the_next_class_of_bounds() -> None
         levels = _recompute_levels(evaluator.layer_costs, colocated.recompute_shares)
         attempts = [_Attempt(candidate, evaluator, levels) for candidate in _enumerate(evaluator, 8, bound)]
         candidates = [attempt.candidate for attempt in _by_bound(attempts, evaluator, bound, lambda: math.inf)]
-        return [_passes_of_step(c.assignment) for c in candidates], [c.time_lower_bound_s for c in candidates]
+        return [c.assignment.passes_of_step for c in candidates], [c.time_lower_bound_s for c in candidates]
 
     all_passes, _ = tried(10**9)
     limit = sorted(all_passes)[len(all_passes) // 2]

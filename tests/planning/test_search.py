@@ -233,3 +233,18 @@ def test_simulated_candidates_leave_room_for_explanations(monkeypatch: pytest.Mo
     others = [candidate for candidate in instance.candidates if candidate.id != results.best.id]
     search.queue = [SearchNode(results.best.step_time_s, candidate) for candidate in others]
     assert [rejected.candidate.id for rejected in search.unsearched()] == [others[0].id]
+
+
+@pytest.mark.parametrize("limits", [{"max_first_batch_ratio": 0.0}, {"max_passes_of_ranked": 0}])
+def test_layouts_that_are_put_off_are_simulated_where_their_placement_is_searched(limits: dict[str, float]) -> None:
+    instance = random_instance(3, max_partitions=120)
+    partitions = replace(instance.evaluator.budget.partitions, max_partitions_to_try_all=0, **limits)
+    evaluator = Evaluator(instance.evaluator.problem, replace(instance.evaluator.budget, partitions=partitions))
+    search = BestFirstSearch(AllocatedCandidates(instance.candidates), evaluator, num_simulated=6)
+    search.find_fastest()
+    num_put_off = len(search.put_off)
+    assert num_put_off
+    search.search_losing_placements()
+    assert len(search.put_off) < num_put_off
+    ranked = {candidate.placement for candidate in search.results().candidates}
+    assert ranked == {candidate.placement for candidate in instance.candidates}

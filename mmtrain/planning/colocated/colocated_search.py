@@ -160,7 +160,10 @@ def _with_merged_microbatches(
     """
     budget = evaluator.budget.colocated
     found = list(simulated)
+    num_in_vain = 0
     for merged in islice(_by_merged_estimate(simulated, slower, evaluator, bound), budget.max_merged_layouts):
+        if num_in_vain == budget.max_merged_in_vain:
+            break
         fastest = min(found, key=lambda candidate: candidate.step_time_s, default=None)
         llm_compute_share = bound.llm_compute_share(merged.assignment)
         max_step_s, first_batch_s = rival_s / llm_compute_share, math.inf
@@ -171,7 +174,11 @@ def _with_merged_microbatches(
             continue
         limits = _Limits(max_step_s, first_batch_s, budget.far_ratio * max_step_s)
         outcome = _Attempt(merged, evaluator, levels).run(limits)
-        if isinstance(outcome, Candidate) and outcome.step_time_s < max_step_s:
+        if not isinstance(outcome, Candidate):
+            continue
+        is_fastest = fastest is None or outcome.step_time_s < fastest.step_time_s
+        num_in_vain = 0 if is_fastest else num_in_vain + 1
+        if outcome.step_time_s < max_step_s:
             found.append(outcome)
     return found
 
@@ -192,7 +199,7 @@ def _by_merged_estimate(
             seconds = candidate.time_lower_bound_s if candidate.simulation is None else candidate.step_time_s
             seconds_per_bound = seconds / bound.seconds(candidate.assignment)
             for merged in _merged(candidate.assignment, evaluator, bound):
-                has_many = _passes_of_step(merged.assignment) > max_passes
+                has_many = merged.assignment.passes_of_step > max_passes
                 estimated.append((has_many, seconds_per_bound * merged.time_lower_bound_s, merged.id, merged))
         orders.append([merged for *_, merged in sorted(estimated)])
     yield from (merged for turn in zip_longest(*orders) for merged in turn if merged is not None)
@@ -306,18 +313,13 @@ class _Effort:
     def add(self, attempt: _Attempt) -> None:
         """Count an attempt that has run."""
         self.num_tried += attempt.num_scheduled > 0
-        self.num_passes += _passes_of_step(attempt.candidate.assignment) * attempt.num_scheduled
+        self.num_passes += attempt.candidate.assignment.passes_of_step * attempt.num_scheduled
 
     def is_spent(self, is_far_behind: bool) -> bool:
         """Return whether enough was tried; where all of it is far behind another placement, less is enough."""
         has_tried = self.num_tried >= self.budget.min_tried_assignments
         has_passes = self.num_passes >= self.budget.max_scheduled_passes
         return (has_tried and has_passes) or (is_far_behind and (has_tried or has_passes))
-
-
-def _passes_of_step(assignment: MeshAssignment) -> int:
-    """Return the forwards and backwards of a step, of one replica of each unit."""
-    return sum(2 * m.pp * m.vpp * assignment.num_microbatches[unit] for unit, m in assignment.meshes.items())
 
 
 class _Knowledge(IntEnum):
@@ -348,7 +350,7 @@ def _by_bound(
     def push(attempt: _Attempt, knowledge: _Knowledge) -> None:
         order = _search_order(attempt.candidate)
         if knowledge is _Knowledge.RECOMPUTE:
-            num_passes = _passes_of_step(attempt.candidate.assignment)
+            num_passes = attempt.candidate.assignment.passes_of_step
             num_classes = math.floor(math.log(order[0] / least_s, budget.bound_class_ratio)) + 1
             num_classes += num_passes > budget.max_passes_to_come_first
             order = (least_s * budget.bound_class_ratio**num_classes, num_passes, order[2])

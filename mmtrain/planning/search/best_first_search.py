@@ -141,10 +141,13 @@ class BestFirstSearch:
         self.misfits: dict[int, Rejected] = {}  # the partition that needs least memory, of those that do not fit
         self.runner_ups: dict[int, list[Candidate]] = {}  # partitions with the next best estimates
         self.queue: list[SearchNode] = []
+        self.put_off: list[SearchNode] = []  # slower than the fastest; they wait for a search of their placement alone
+        self.num_slow = 0  # of these, the first sampled batch of so many was simulated
         self.num_queued = 0
         self.max_estimated = self.budget.max_assignments  # of those that come one after another
         self.next_in_line: tuple[float, Candidate] | None = None  # the first of them that the budget left out
         self.searched: Callable[[Candidate], bool] | None = None  # who competes; None: all do
+        self.slack = 1.0  # by which a bound must lie below the fastest step to be worth a simulation
         assignments = (candidate.assignment for candidate in self.candidates)
         self.is_exhaustive = self._num_partitions(assignments) <= self.budget.max_partitions_to_try_all
         self.estimator = evaluator.estimator(None if self.is_exhaustive else self.budget.num_estimated_replica_groups)
@@ -175,7 +178,7 @@ class BestFirstSearch:
 
     def may_fit(self, placement: Placement) -> bool:
         """Return whether a layout of a placement fits, or waits and may fit."""
-        waiting = (node.candidate for node in self.queue if math.isfinite(node.bound_s))
+        waiting = (node.candidate for node in (*self.queue, *self.put_off) if math.isfinite(node.bound_s))
         return any(candidate.placement == placement for candidate in (*self.best.values(), *waiting))
 
     def undecided(self) -> Iterator[SearchNode]:
@@ -245,7 +248,8 @@ class BestFirstSearch:
         if math.isinf(first.bound_s):  # nothing that waits can fit; a few are tried to explain why
             return bool(self.best) or len(self.misfits) >= self.evaluator.budget.explanations.max_misfits_to_try
         slack = EQUAL_STEP_TIME_RATIO if self.is_exhaustive else 1.0
-        return len(self.best) >= self.num_simulated and first.bound_s > self._fastest_s() * slack
+        has_enough = len(self.best) + self.num_slow >= self.num_simulated
+        return has_enough and first.bound_s > self._fastest_s() * slack
 
     def search_simpler(self) -> None:
         """Search simpler candidates whose step may take at most `AS_FAST_RATIO` times the fastest."""
@@ -261,7 +265,7 @@ class BestFirstSearch:
 
         Where that is far behind, until none can be much faster.
         """
-        for placement in sorted({node.candidate.placement for node in self.queue}):
+        for placement in sorted({node.candidate.placement for node in (*self.queue, *self.put_off)}):
             self._search_alone(partial(_has_placement, placement), far_ratio=self.budget.far_loser_ratio)
 
     def _search_alone(
@@ -272,18 +276,19 @@ class BestFirstSearch:
         far_ratio: those whose best step takes more times as long as the fastest are searched less closely.
         """
         fastest_s = min((candidate.step_time_s for candidate in self.best.values()), default=math.inf)
-        others = [node for node in self.queue if not is_searched(node.candidate)]
-        self.queue = [node for node in self.queue if is_searched(node.candidate)]
+        waiting = [*self.queue, *self.put_off]
+        others = [node for node in waiting if not is_searched(node.candidate)]
+        self.queue, self.put_off = [node for node in waiting if is_searched(node.candidate)], []
         self.searched = is_searched
         heapq.heapify(self.queue)
         while self.queue and math.isfinite(self.queue[0].bound_s):
             own_s = self._fastest_s()
-            slack = self.budget.far_loser_slack if own_s > fastest_s * far_ratio else 1.0
-            if self.queue[0].bound_s * slack > min(own_s, limit_s):
+            self.slack = self.budget.far_loser_slack if own_s > fastest_s * far_ratio else 1.0
+            if self.queue[0].bound_s * self.slack > min(own_s, limit_s):
                 break
             self.advance(heapq.heappop(self.queue))
         self.queue += others
-        self.searched = None
+        self.searched, self.slack = None, 1.0
 
     def _num_partitions(self, assignments: Iterable[MeshAssignment]) -> int:
         """Count the layer partitions of all assignments, up to the largest number that is tried in full."""
@@ -311,12 +316,12 @@ class BestFirstSearch:
             partition = self._estimate_near_anchor(node)
             if partition is None:
                 return
-            if partition.bound_s >= self._fastest_s():
+            if partition.bound_s * self.slack >= self._fastest_s():
                 self._push(partition)
                 return
             node = partition  # the sooner a fast one is known, the fewer others are looked at
         if node.stage is NodeStage.PARTITION_ESTIMATED:
-            self._simulate(node.bound_s, node.candidate)
+            self._simulate_or_put_off(node)
         elif node.stage is NodeStage.START:
             self._bound_by_chains(node)
         elif self.is_exhaustive:
@@ -426,16 +431,15 @@ class BestFirstSearch:
     def _in_flight(self, candidate: Candidate, partition: LayerPartition) -> Mapping[StageId, int]:
         return self.estimator.in_flight(candidate.assignment, partition)
 
+    def _fastest(self) -> Candidate | None:
+        """Return the fastest simulated candidate; during `_search_alone` only among those that it searches."""
+        found = (c for c in self.best.values() if self.searched is None or self.searched(c))
+        return min(found, key=lambda candidate: candidate.step_time_s, default=None)
+
     def _fastest_s(self) -> float:
-        """Return the fastest simulated step time; during `_search_alone` only among the candidates that it searches."""
-        return min(
-            (
-                candidate.step_time_s
-                for candidate in self.best.values()
-                if self.searched is None or self.searched(candidate)
-            ),
-            default=self.max_step_s,
-        )
+        """Return the step time of the fastest, or the longest that is allowed."""
+        fastest = self._fastest()
+        return self.max_step_s if fastest is None else fastest.step_time_s
 
     def _recompute_to_fit(self, node: SearchNode) -> RecomputeToFit:
         """Return the recomputation that spans of layers need, where the anchor does not fit without any."""
@@ -458,8 +462,19 @@ class BestFirstSearch:
             return jittered_partitions(chain, chain.anchor, None, self.budget)
         return []
 
+    def _simulate_or_put_off(self, node: SearchNode) -> None:
+        """Simulate a partition; not one with very many passes that would only be one more figure for the ranking."""
+        has_many = node.candidate.assignment.passes_of_step > self.budget.max_passes_of_ranked
+        if has_many and not self.is_exhaustive and self.best and node.bound_s > self._fastest_s():
+            self.put_off.append(node)
+        else:
+            self._simulate(node.bound_s, node.candidate)
+
     def _simulate(self, bound_s: float, candidate: Candidate) -> None:
-        """Fit an estimated candidate and simulate it, unless another partition of its meshes is as fast."""
+        """Fit an estimated candidate and simulate it, unless another partition of its meshes is as fast.
+
+        One that the first sampled batch shows to be slower than another is put off, with the step of that as its bound.
+        """
         known = self.best.get(candidate.id)
         if known is not None and known.step_time_s <= bound_s:
             return
@@ -470,8 +485,18 @@ class BestFirstSearch:
             if not any(node.candidate.id == candidate.id for node in self.queue):
                 self._reject_misfit(candidate.id)
             return
-        simulated = self.evaluator.simulate(fitted)
-        if known is None or simulated.step_time_s < known.step_time_s:
+        fastest = self._fastest()
+        if fastest is None or self.is_exhaustive:
+            simulated: Candidate | None = self.evaluator.simulate(fitted)
+        else:
+            limit_s = fastest.first_batch_step_s * self.budget.max_first_batch_ratio
+            simulated = self.evaluator.simulate_unless_slow(fitted, limit_s)
+        if simulated is None:
+            assert fastest is not None
+            bound_s = max(bound_s, fastest.step_time_s)
+            self.put_off.append(SearchNode(bound_s, candidate, NodeStage.PARTITION_ESTIMATED))
+            self.num_slow += 1
+        elif known is None or simulated.step_time_s < known.step_time_s:
             self.best[candidate.id] = simulated
 
     def simulate_runner_ups(self) -> None:
@@ -524,7 +549,7 @@ class BestFirstSearch:
         fastest_s = self._fastest_s()
         explained = set(self.best)
         max_explained = len(explained) + self.evaluator.budget.explanations.max_unsearched
-        for node in sorted(self.queue):
+        for node in sorted([*self.queue, *self.put_off]):
             if node.candidate.id in explained or len(explained) >= max_explained:
                 continue
             explained.add(node.candidate.id)

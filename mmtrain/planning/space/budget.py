@@ -93,6 +93,12 @@ class PartitionBudget:
     # Assignments that are simulated at least, however few are shown: estimates are off by some percent, and with five
     # InternVL-26B was given a step of 4.76 s for 4.67.
     min_simulated: int = 6
+    # A layout that takes so many times as long on the first sampled batch as the fastest is not simulated on the others:
+    # the ratios of steps and of first batches differ by less than 1% (recipes/whatif).
+    max_first_batch_ratio: float = 1.02
+    # Forwards and backwards of a layout beyond which it is not simulated just to be ranked: of internvl_26b's first six
+    # layouts, two with 6,144 and 24,576 of them took a fifth of the search.
+    max_passes_of_ranked: int = 4_000
     num_estimated_replica_groups: int = 2  # those of a batch with most work stand for all; chosen by hand
 
 
@@ -128,7 +134,8 @@ class ColocatedBudget:
     # Where all of them are far behind another placement, either is enough.
     min_tried_assignments: int = 8
     max_scheduled_passes: int = 2_000
-    max_merged_layouts: int = 12  # of those, tried with fewer microbatches of the encoders
+    max_merged_layouts: int = 12  # of those, tried with fewer microbatches of the encoders, ...
+    max_merged_in_vain: int = 4  # ... until so many simulated ones in a row lose
     # Forwards and backwards of a layout beyond which others come first: 8,192 took half the search of eva_llama_26b,
     # while the fastest layout of optimus_197b has 2,448.
     max_passes_to_come_first: int = 4_000

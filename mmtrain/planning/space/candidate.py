@@ -89,6 +89,11 @@ class MeshAssignment:
         return self.meshes[LLM].ranks
 
     @property
+    def passes_of_step(self) -> int:
+        """Forwards and backwards of a step, of one replica of each unit: what a simulation of it takes grows so."""
+        return sum(2 * mesh.pp * mesh.vpp * self.num_microbatches[unit] for unit, mesh in self.meshes.items())
+
+    @property
     def complexity_level(self) -> int:
         """Index in `COMPLEXITY_LEVELS`: the larger, the more must work for a step to take the predicted time."""
         if self.placement == "colocated":
