@@ -93,8 +93,8 @@ class PartitionBudget:
     # Assignments that are simulated at least, however few are shown: estimates are off by some percent, and with five
     # InternVL-26B was given a step of 4.76 s for 4.67.
     min_simulated: int = 6
-    # A layout that takes so many times as long on the first sampled batch as the fastest is not simulated on the others:
-    # the ratios of steps and of first batches differ by less than 1% (recipes/whatif).
+    # A layout that takes so many times as long as the fastest on the first sampled batch is not simulated on the
+    # others: ratios of steps and of first batches differ by less than 1% (recipes/whatif).
     max_first_batch_ratio: float = 1.02
     # Forwards and backwards of a layout beyond which it is not simulated just to be ranked: of internvl_26b's first six
     # layouts, two with 6,144 and 24,576 of them took a fifth of the search.
