@@ -42,7 +42,7 @@ def _label(token: int, is_target: bool) -> int:
 
 
 # Tokenizers, templates and processors of these are those of the dense models.
-_WITH_EXPERTS = {"mixtral", "qwen2_moe", "qwen3_moe", "qwen3_vl_moe"}
+_WITH_EXPERTS = {"mixtral", "qwen2_moe", "qwen3_moe", "qwen3_vl_moe", "qwen3_5_moe", "qwen3_5_moe_text"}
 # No package has their vocabulary; `tests.flow.test_pretrained` trains them with a tiny one.
 _NOT_JUDGED = {"glm4_moe", "glm4v_moe", "qwen3_5", "qwen3_5_text"}
 
