@@ -34,7 +34,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def opened(root: Path, name: str) -> Iterator[tuple[SampleTokenizer, ChatJudge]]:
     folder = root / name if (root / name).exists() else write_chat_folder(root, name)
     with chat_judge(folder, name, _TOKENIZERS) as judge:
-        yield load_tokenizer(folder), judge
+        yield load_tokenizer(folder, thoughts=CHAT_FAMILIES[name].thoughts), judge
 
 
 def _label(token: int, is_target: bool) -> int:
@@ -44,7 +44,7 @@ def _label(token: int, is_target: bool) -> int:
 # Tokenizers, templates and processors of these are those of the dense models.
 _WITH_EXPERTS = {"mixtral", "qwen2_moe", "qwen3_moe", "qwen3_vl_moe", "qwen3_5_moe", "qwen3_5_moe_text"}
 # No package has their vocabulary; `tests.flow.test_pretrained` trains them with a tiny one.
-_NOT_JUDGED = {"glm4_moe", "glm4v_moe", "qwen3_5", "qwen3_5_text"}
+_NOT_JUDGED = {"glm4_moe", "glm4v_moe"}
 
 
 def test_every_family_is_judged() -> None:
@@ -53,7 +53,7 @@ def test_every_family_is_judged() -> None:
 
 # Those whose vocabulary opens in a second are judged in the quick tests too, and Gemma's, which takes ten, once in the
 # slow ones.
-_QUICK = ("llava", "llava_next", "mistral", "qwen3")
+_QUICK = ("llava", "llava_next", "mistral", "qwen3", "qwen3_5", "qwen3_5, thinking off")
 _SLOW = tuple(name for name in sorted(CHAT_FAMILIES) if name != "gemma3_text")
 
 
