@@ -42,13 +42,13 @@ def _label(token: int, is_target: bool) -> int:
 
 
 # Tokenizers, templates and processors of these are those of the dense models.
-_WITH_EXPERTS = {"mixtral", "qwen2_moe", "qwen3_moe", "qwen3_vl_moe", "qwen3_5_moe", "qwen3_5_moe_text"}
+WITH_EXPERTS = {"mixtral", "qwen2_moe", "qwen3_moe", "qwen3_vl_moe", "qwen3_5_moe", "qwen3_5_moe_text"}
 # No package has their vocabulary; `tests.flow.test_pretrained` trains them with a tiny one.
 _NOT_JUDGED = {"glm4_moe", "glm4v_moe"}
 
 
 def test_every_family_is_judged() -> None:
-    assert {chat.family for chat in CHAT_FAMILIES.values()} == set(FAMILIES) - _WITH_EXPERTS - _NOT_JUDGED
+    assert {chat.family for chat in CHAT_FAMILIES.values()} == set(FAMILIES) - WITH_EXPERTS - _NOT_JUDGED
 
 
 # Those whose vocabulary opens in a second are judged in the quick tests too, and Gemma's, which takes ten, once in the

@@ -31,11 +31,12 @@ CLASSES = {
     "qwen3_5": "Qwen3VLVideoProcessor",
     "qwen3_5_moe": "Qwen3VLVideoProcessor",
     "qwen3_vl": "Qwen3VLVideoProcessor",
+    "qwen3_vl_moe": "Qwen3VLVideoProcessor",
     "glm4v_moe": "Glm4vVideoProcessor",
     "llava_onevision": "LlavaOnevisionVideoProcessor",
     "internvl": "InternVLVideoProcessor",
 }
-NATIVE = ("qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "glm4v_moe")
+NATIVE = ("qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "glm4v_moe")
 LIMITS = {"size": {"shortest_edge": 2048, "longest_edge": 8192}}  # of frames, or of videos; far below the defaults
 EVERY_FRAME = 1 << 20
 
