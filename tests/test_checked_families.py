@@ -13,7 +13,7 @@ from packaging.version import Version
 from mmtrain.families import FAMILIES
 from tests.data.chat_families import CHAT_FAMILIES
 from tests.data.test_chat_judge import WITH_EXPERTS
-from tests.families.test_video_processors import CLASSES
+from tests.families.test_video_processors import CLASSES, FRAMES_OF_CLASSES
 from tests.flow.test_pretrained import OF_THEIR_OWN
 from tests.flow.tiny_families import TINY_FAMILIES
 from tests.weights.test_import_weights import MODELS
@@ -33,8 +33,14 @@ def compared_families() -> Mapping[str, set[str]]:
         "gradients": {re.split(r"\W", name)[0] for name in (*MODELS, *QWEN_MODELS)} | with_files,
         "plans": {tiny.family.name for tiny in TINY_FAMILIES.values()} | OF_THEIR_OWN.keys(),
         "texts": {chat.family for chat in CHAT_FAMILIES.values()} | WITH_EXPERTS,
-        "videos": set(CLASSES),
+        "videos": {name for name in CLASSES if CLASSES[name] in {CLASSES[family] for family, _ in FRAMES_OF_CLASSES}},
     }
+
+
+def _version_beside_torchvision() -> str:
+    """Return the version of the second environment: these classes need torchvision, which the first one lacks."""
+    pins = (FOLDER.parent / "constraints-b.txt").read_text(encoding="utf-8")
+    return re.findall(r"^transformers==(\S+)", pins, flags=re.M)[0]
 
 
 def _has_gradient_test(path: Path) -> bool:
@@ -51,8 +57,9 @@ def column(page: str, version: str) -> dict[str, str]:
         assert families, f"no architecture of {row!r} is known"
         watching = {name for name in families if FAMILIES[name].has_processor}
         words = [word for word, names in compared.items() if word != "videos" and families <= names]
-        words += ["videos"] if watching and watching <= compared["videos"] else []
         cells[row] = f"{version}: {', '.join(words)}"
+        if watching and watching <= compared["videos"]:
+            cells[row] += f"; {_version_beside_torchvision()}: videos"
     return cells
 
 
