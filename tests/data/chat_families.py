@@ -253,6 +253,7 @@ def _write_like_gemma3(kind: MediaKind, features: MediumFeatures) -> str:
 _CHATML_MEDIA: dict[MediaKind, str] = {"image": "<|image_pad|>", "video": "<|video_pad|>"}
 _QWEN_TOOLS, _QWEN3_TOOLS = (TOOL_TEMPLATES[name].template for name in ("qwen2.5", "qwen3"))
 _AUDIO = {"audio": "<|AUDIO|>"}
+_CUT_AS_QWEN3_5 = {"tokenizer_class": "Qwen3_5Tokenizer"}
 CHAT_FAMILIES: dict[str, ChatFamily] = {
     "gemma3": ChatFamily(
         "gemma3",
@@ -315,6 +316,7 @@ CHAT_FAMILIES: dict[str, ChatFamily] = {
         _CHATML_MEDIA,
         has_tools=True,
         thinks=True,
+        tokenizer_config=_CUT_AS_QWEN3_5,
         write=model_folders.write_like_qwen3_vl,
     ),
     "qwen3_5_text": ChatFamily(
@@ -323,7 +325,7 @@ CHAT_FAMILIES: dict[str, ChatFamily] = {
         QWEN3_5,
         has_tools=True,
         thinks=True,
-        tokenizer_config={"tokenizer_class": "Qwen3_5Tokenizer"},
+        tokenizer_config=_CUT_AS_QWEN3_5,
     ),
 }
 CHAT_FAMILIES |= {

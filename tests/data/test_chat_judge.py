@@ -1,6 +1,7 @@
 """Ids, labels, prompts and lengths of every family with published vocabularies; transformers is the judge."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -9,10 +10,12 @@ from random import Random
 from typing import Any
 
 import pytest
+import transformers
+from packaging.version import Version
 from tokenizers import Tokenizer, processors
 from transformers import AutoTokenizer
 
-from mmtrain.data import Turn
+from mmtrain.data import Sample, Turn
 from mmtrain.data.text.load_tokenizer import load_tokenizer
 from mmtrain.data.text.sample_tokenizer import IGNORE_INDEX, SampleTokenizer
 from mmtrain.families import FAMILIES
@@ -22,6 +25,8 @@ from tests.data.drawn_conversations import draw_conversation
 from tests.data.model_folders import FAMILIES as SMALL_FOLDERS
 from tests.data.model_folders import write_folder
 
+# Which folders state a wrong class.
+KNOWS_WRONG_CLASS = Version(transformers.__version__) >= Version("5.24")
 _TOKENIZERS: dict[tuple[str, ...], Any] = {}
 
 
@@ -81,6 +86,25 @@ def test_conversations_are_those_of_transformers(name: str, number: int, root: P
             if expected.is_target is not None:
                 assert labels == [*map(_label, expected.ids[1:], expected.is_target[1:]), IGNORE_INDEX], drawn.messages
             assert tokenizer.prompt_ids(sample, features).tolist() == judge.prompt(drawn)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not KNOWS_WRONG_CLASS, reason="this transformers takes the class of Qwen2, as the folder states")
+def test_a_folder_of_qwen3_5_that_states_the_class_of_qwen2_is_cut_by_its_own(root: Path, tmp_path: Path) -> None:
+    if not (root / "qwen2_vl").exists():
+        write_chat_folder(root, "qwen2_vl")
+    folder = tmp_path / "folder"
+    shutil.copytree(root / "qwen2_vl", folder, symlinks=True)
+    text = "नमस्ते ไทยนี้ שָׁלוֹם 3.14"
+    ids = {}
+    for model_type in ("qwen2_vl", "qwen3_5", "qwen3_5_moe"):
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, "model_type": model_type}))
+        sample = Sample("", "", 0, (Turn("user", text), Turn("assistant", "Yes.")), ())
+        ids[model_type] = load_tokenizer(folder).encode(sample, {}).ids.tolist()
+        theirs = AutoTokenizer.from_pretrained(folder)(text)["input_ids"]
+        assert any(ids[model_type][start : start + len(theirs)] == theirs for start in range(len(ids[model_type])))
+    assert ids["qwen2_vl"] != ids["qwen3_5"] == ids["qwen3_5_moe"]
 
 
 @pytest.mark.parametrize("writes_start", [False, True])

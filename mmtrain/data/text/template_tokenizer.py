@@ -463,7 +463,7 @@ def _template_of(folder: TokenizerFolder, usual_tools: Tools, thoughts: ThoughtS
     source, name = folder.template.source, folder.template.name
     if thoughts.enable_thinking is None:
         return ChatTemplate(source, name, folder.special_tokens, usual_tools)
-    variables = {**folder.special_tokens, _ENABLE_THINKING: thoughts.enable_thinking}
+    variables: dict[str, str | bool] = {**folder.special_tokens, _ENABLE_THINKING: thoughts.enable_thinking}
     template = ChatTemplate(source, name, variables, usual_tools)
     if _ENABLE_THINKING not in template.variables_used:
         raise DataError(
