@@ -5,7 +5,7 @@ gated, and a quarter of its features turn. The tower is that of Qwen3-VL without
 that predict further tokens; as in `transformers`, they are not trained, and export copies them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from mmtrain.families.config_section import ConfigSection
@@ -44,7 +44,7 @@ _TURNING_SHARE = 0.25  # `partial_rotary_factor`
 _MTP = "mtp."  # before the tensors of blocks that predict further tokens
 _KEYS_OF_OTHER_BLOCKS = ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
 _TEXT_ARCHITECTURE, _ARCHITECTURE = "Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"
-_TINY_TEXT = tiny_decoder(
+TINY_TEXT = tiny_decoder(
     model_type="qwen3_5_text",
     head_dim=32,
     rope_parameters={
@@ -64,21 +64,21 @@ _TINY_TEXT = tiny_decoder(
     linear_num_value_heads=4,
     mamba_ssm_dtype="float32",
 )
-_TINY: dict[str, Any] = {
+TINY: dict[str, Any] = {
     "architectures": [_ARCHITECTURE],
     "model_type": "qwen3_5",
     "image_token_id": tiny_token_id(MEDIA_TOKENS["image"]),
     "video_token_id": len(TINY_TOKENS),
     "vision_start_token_id": len(TINY_TOKENS) + 1,
     "vision_end_token_id": len(TINY_TOKENS) + 2,
-    "text_config": _TINY_TEXT,
+    "text_config": TINY_TEXT,
     "vision_config": {"model_type": "qwen3_5_vision", **TINY_QWEN_TOWER, "num_position_embeddings": 36},
     "dtype": "float32",
 }
 
 
-def _text_settings(text: ConfigSection) -> Settings:
-    """Return the settings of the LLM."""
+def text_settings(text: ConfigSection, defaults: Mapping[str, float] = _DEFAULTS) -> Settings:
+    """Return the settings of the LLM; `defaults` are what the config's class assumes for keys that are missing."""
     text.require("attention_bias", False, default=False)
     text.require("attn_output_gate", True, default=True)
     text.require("output_gate_type", "swish", default="swish")  # of the gated DeltaNets
@@ -88,7 +88,7 @@ def _text_settings(text: ConfigSection) -> Settings:
     rotary = rotary_settings(text, 10000.0, interleaved=True, turns_all=False)
     rotary = {**rotary, "rope_sections": rotary["rope_sections"] or _DEFAULT_SECTIONS}
     llm = decoder_settings(
-        text, _DEFAULTS, rotary, qkv_bias=False, qk_norm=True, attention_gate=True, zero_centered_norms=True
+        text, defaults, rotary, qkv_bias=False, qk_norm=True, attention_gate=True, zero_centered_norms=True
     )
     return {**llm, "rope_width": _turning_width(text, llm["head_dim"]), **mixer_settings(text, llm["layers"])}
 
@@ -103,16 +103,25 @@ def _turning_width(text: ConfigSection, head_dim: int) -> int | None:
     return None if turning == head_dim else turning
 
 
+def settings_without_media(llm: Settings) -> FolderSettings:
+    """Return the settings of a folder of this LLM alone, where the three positions of a token are one."""
+    return FolderSettings({"llm": {**llm, "rope_sections": None, "rope_interleaved": False}})
+
+
+def settings_with_media(config: ConfigSection, llm_settings: Callable[[ConfigSection], Settings]) -> FolderSettings:
+    """Read a folder with a tower; `llm_settings` reads its LLM."""
+    text = config.section("text_config")
+    llm = llm_settings(text)
+    text.finish()
+    return folder_settings(config, tied_by_outer(config, llm), default_deepstack=())
+
+
 def _settings_of_text(config: ConfigSection) -> FolderSettings:
-    """Read a folder without media, where the positions in time, row and column of a token are one."""
-    return FolderSettings({"llm": {**_text_settings(config), "rope_sections": None, "rope_interleaved": False}})
+    return settings_without_media(text_settings(config))
 
 
 def _settings(config: ConfigSection) -> FolderSettings:
-    text = config.section("text_config")
-    llm = _text_settings(text)
-    text.finish()
-    return folder_settings(config, tied_by_outer(config, llm), default_deepstack=())
+    return settings_with_media(config, text_settings)
 
 
 def _weights(settings: FolderSettings) -> Iterator[ParameterSource]:
@@ -125,7 +134,7 @@ QWEN3_5_TEXT = Family(
     (_TEXT_ARCHITECTURE,),
     _settings_of_text,
     decoder_weights,
-    {"config.json": {"architectures": [_TEXT_ARCHITECTURE], **_TINY_TEXT}},
+    {"config.json": {"architectures": [_TEXT_ARCHITECTURE], **TINY_TEXT}},
     ignored=decoder_buffers,
     other_models=(_MTP,),
 )
@@ -134,7 +143,7 @@ QWEN3_5 = Family(
     (_ARCHITECTURE,),
     _settings,
     _weights,
-    {**QWEN3_VL.tiny, "config.json": _TINY},
+    {**QWEN3_VL.tiny, "config.json": TINY},
     markups=QWEN3_VL.markups,
     video_type=QWEN3_VL.video_type,
     ignored=decoder_buffers,

@@ -6,7 +6,7 @@ from difflib import get_close_matches
 from itertools import takewhile
 
 from mmtrain.errors import ModelFolderError, first_lines
-from mmtrain.families import ModelFolder, ParameterSource
+from mmtrain.families import Family, ModelFolder, ParameterSource
 from mmtrain.families.weight_layouts import respell, sources_by_tensor
 from mmtrain.weights.folder_tensors import DTYPES, FolderTensors
 
@@ -73,10 +73,22 @@ def match_tensors(
 
 
 def sources_in(folder: ModelFolder, stored: FolderTensors) -> list[ParameterSource]:
-    """Return what the family's parameters are made of, in the layout that suits the shapes of the folder's tensors."""
+    """Return what the family's parameters are made of, in the layout of which most tensors are in the folder."""
     layouts = [layout for layout in (folder.family.weights, folder.family.other_layout) if layout is not None]
     candidates = [list(layout(folder.settings)) for layout in layouts]
-    return min(candidates, key=lambda sources: len(_misshaped(_tensor_shapes(sources), stored)))
+    if len(candidates) == 1:
+        return candidates[0]
+    return max(candidates, key=lambda sources: _stored_share(folder.family, sources, stored))
+
+
+def _stored_share(family: Family, sources: Sequence[ParameterSource], stored: FolderTensors) -> float:
+    """Return the share of a layout's tensors that the folder has, in the shape of the layout."""
+    stored_shapes = {name: weight.shape for name, weight in stored.tensors.items()}
+    shares = []
+    for spelling in family.spellings:
+        shapes = _tensor_shapes(respell(sources, spelling))
+        shares.append(sum(stored_shapes.get(name) == shape for name, shape in shapes.items()) / len(shapes))
+    return max(shares)
 
 
 def _belongs_to(name: str, unit: str, folder: ModelFolder) -> bool:

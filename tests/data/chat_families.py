@@ -6,12 +6,14 @@ this is what a judge may know, and mmtrain may not.
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from mmtrain.data.text.sample_tokenizer import MediumFeatures, total_features
+from mmtrain.data.text.template_tokenizer import DEFAULT_THOUGHTS
 from mmtrain.families import FAMILIES
 from mmtrain.recipe.settings.modalities import MediaKind
+from mmtrain.recipe.settings.text_settings import ThoughtSettings
 from tests.data import model_folders
 from tests.data.published_vocabularies import published_vocabulary
 from tests.data.test_tool_calls import TEMPLATES as TOOL_TEMPLATES
@@ -138,6 +140,79 @@ GEMMA3 = """
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<start_of_turn>model\\n' -}}{%- endif -%}
 """
+# All texts are trimmed. Thoughts since the last question are shown, empty ones too; the prompt opens one, or with
+# `enable_thinking=False` closes an empty one. Arguments of calls are written one by one.
+QWEN3_5 = """
+{%- macro written(content) -%}
+    {%- if content is string -%}
+        {{- content -}}
+    {%- else -%}
+        {%- for part in content or [] -%}
+            {%- if part.type == 'image' -%}{{- '<|vision_start|><|image_pad|><|vision_end|>' -}}
+            {%- elif part.type == 'video' -%}{{- '<|vision_start|><|video_pad|><|vision_end|>' -}}
+            {%- else -%}{{- part.text -}}{%- endif -%}
+        {%- endfor -%}
+    {%- endif -%}
+{%- endmacro -%}
+{%- set system = written(messages[0].content) | trim if messages[0].role == 'system' else '' -%}
+{%- if tools -%}
+    {{- '<|im_start|>system\\n# Tools\\n\\n<tools>' -}}
+    {%- for tool in tools -%}{{- '\\n' + (tool | tojson) -}}{%- endfor -%}
+    {{- '\\n</tools>' + ('\\n\\n' + system if system else '') + '<|im_end|>\\n' -}}
+{%- elif messages[0].role == 'system' -%}
+    {{- '<|im_start|>system\\n' + system + '<|im_end|>\\n' -}}
+{%- endif -%}
+{%- set turns = namespace(last_question=-1) -%}
+{%- for message in messages -%}
+    {%- if message.role == 'user' and not (written(message.content) | trim).startswith('<tool_response>') -%}
+        {%- set turns.last_question = loop.index0 -%}
+    {%- endif -%}
+{%- endfor -%}
+{%- if turns.last_question < 0 -%}{{- raise_exception('No question of a user.') -}}{%- endif -%}
+{%- for message in messages -%}
+    {%- set text = written(message.content) | trim -%}
+    {%- if message.role == 'assistant' -%}
+        {%- set thought = message.reasoning_content if message.reasoning_content is string else '' -%}
+        {%- if message.reasoning_content is not string and '</think>' in text -%}
+            {%- set thought = text.split('</think>')[0].split('<think>')[-1] -%}
+            {%- set text = text.split('</think>')[-1].lstrip('\\n') -%}
+        {%- endif -%}
+        {{- '<|im_start|>assistant\\n' -}}
+        {%- if loop.index0 > turns.last_question -%}
+            {{- '<think>\\n' -}}{#START#}{{- thought | trim + '\\n</think>\\n\\n' -}}{#ANSWER#}
+            {{- text -}}CALLS{{- '<|im_end|>' -}}{#END#}
+        {%- else -%}
+            {#START#}{{- text -}}CALLS{{- '<|im_end|>' -}}{#END#}
+        {%- endif -%}
+        {{- '\\n' -}}
+    {%- elif message.role == 'tool' -%}
+        {%- if messages[loop.index0 - 1].role != 'tool' -%}{{- '<|im_start|>user' -}}{%- endif -%}
+        {{- '\\n<tool_response>\\n' + text + '\\n</tool_response>' -}}
+        {%- if loop.last or loop.nextitem.role != 'tool' -%}{{- '<|im_end|>\\n' -}}{%- endif -%}
+    {%- elif message.role == 'user' -%}
+        {{- '<|im_start|>user\\n' + text + '<|im_end|>\\n' -}}
+    {%- elif not loop.first -%}
+        {{- raise_exception('The system text comes first.') -}}
+    {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    {{- '<|im_start|>assistant\\n<think>\\n' -}}
+    {%- if enable_thinking is defined and enable_thinking is false -%}{{- '\\n</think>\\n\\n' -}}{%- endif -%}
+{%- endif -%}
+""".replace(
+    "CALLS",
+    """
+            {%- for call in message.tool_calls or [] -%}
+                {{- ('\\n' if not loop.first else '\\n\\n' if text else '') -}}
+                {{- '<tool_call>\\n<function=' + call.function.name + '>\\n' -}}
+                {%- for name, value in call.function.arguments | items -%}
+                    {{- '<parameter=' + name + '>\\n' + (value if value is string else value | tojson) -}}
+                    {{- '\\n</parameter>\\n' -}}
+                {%- endfor -%}
+                {{- '</function>\\n</tool_call>' -}}
+            {%- endfor -%}""",
+)
+_ANSWERS_ALONE = QWEN3_5.replace("{#START#}{{- thought", "{{- thought").replace("{#ANSWER#}", "{#START#}")
 # Special tokens of all families of a vocabulary that it does not have itself, in the order of their ids.
 _MORE_TOKENS = {
     "llama2": ("<image>",),
@@ -168,6 +243,7 @@ class ChatFamily:
     tokenizer_config: Mapping[str, object] = field(default_factory=dict)  # replaces entries of the published one
     features: Mapping[MediaKind, str] = field(default_factory=dict)  # its tokens of features, if those are others
     write: Callable[[MediaKind, MediumFeatures], str] | None = None  # what its processor writes for a medium, if more
+    thoughts: ThoughtSettings = DEFAULT_THOUGHTS
 
 
 def _write_like_gemma3(kind: MediaKind, features: MediumFeatures) -> str:
@@ -177,6 +253,7 @@ def _write_like_gemma3(kind: MediaKind, features: MediumFeatures) -> str:
 _CHATML_MEDIA: dict[MediaKind, str] = {"image": "<|image_pad|>", "video": "<|video_pad|>"}
 _QWEN_TOOLS, _QWEN3_TOOLS = (TOOL_TEMPLATES[name].template for name in ("qwen2.5", "qwen3"))
 _AUDIO = {"audio": "<|AUDIO|>"}
+_CUT_AS_QWEN3_5 = {"tokenizer_class": "Qwen3_5Tokenizer"}
 CHAT_FAMILIES: dict[str, ChatFamily] = {
     "gemma3": ChatFamily(
         "gemma3",
@@ -231,6 +308,33 @@ CHAT_FAMILIES: dict[str, ChatFamily] = {
         _CHATML_MEDIA,
         write=model_folders.write_like_qwen3_vl,
     ),
+    # No package has the vocabulary of Qwen3.5. Its texts are cut by its own pattern all the same.
+    "qwen3_5": ChatFamily(
+        "qwen3_5",
+        "qwen3",
+        QWEN3_5,
+        _CHATML_MEDIA,
+        has_tools=True,
+        thinks=True,
+        tokenizer_config=_CUT_AS_QWEN3_5,
+        write=model_folders.write_like_qwen3_vl,
+    ),
+    "qwen3_5_text": ChatFamily(
+        "qwen3_5_text",
+        "qwen3",
+        QWEN3_5,
+        has_tools=True,
+        thinks=True,
+        tokenizer_config=_CUT_AS_QWEN3_5,
+    ),
+}
+CHAT_FAMILIES |= {
+    f"qwen3_5, {name}": replace(CHAT_FAMILIES["qwen3_5"], template=_ANSWERS_ALONE, thoughts=ThoughtSettings(**thoughts))
+    for name, thoughts in {
+        "thoughts as context": {"learn": False},
+        "thinking off": {"enable_thinking": False},
+        "thinking on, thoughts as context": {"enable_thinking": True, "learn": False},
+    }.items()
 }
 
 

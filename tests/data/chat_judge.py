@@ -59,6 +59,8 @@ class ChatJudge:
         self._marked = chat.template
         for comment, tag in MARK_ANSWERS.items():
             self._marked = self._marked.replace(comment, tag)
+        told = chat.thoughts.enable_thinking
+        self._told: dict[str, bool] = {} if told is None else {"enable_thinking": told}
         self._processor = _Processor(tokenizer)
         self._processor.chat_template = chat.template
         for kind in ("image", "video", "audio"):
@@ -84,7 +86,7 @@ class ChatJudge:
     ) -> Any:
         if not self._is_processor:
             return self._tokenizer.apply_chat_template(
-                messages, tools=conversation.tools, chat_template=template, return_dict=True, **options
+                messages, tools=conversation.tools, chat_template=template, return_dict=True, **self._told, **options
             )
         self._processor.texts = {}
         for kind, features in conversation.media:
@@ -97,6 +99,7 @@ class ChatJudge:
             chat_template=template,
             tokenize=True,
             return_dict=True,
+            **self._told,
             **options,
         )
 
@@ -111,10 +114,11 @@ def chat_judge(folder: Path, name: str, tokenizers: dict[tuple[str, ...], Any]) 
     """Yield the judge of a family's folder.
 
     tokenizers: those that are open, which families share where transformers treats them alike: opening one takes
-        seconds. Llama 2's are treated by family.
+        seconds. Llama 2's and Qwen3.5's are treated by family.
     """
     chat = CHAT_FAMILIES[name]
-    key = (name,) if chat.vocabulary == "llama2" else (chat.vocabulary,)
+    is_alone = chat.vocabulary == "llama2" or chat.family.startswith("qwen3_5")
+    key = (name,) if is_alone else (chat.vocabulary,)
     if key not in tokenizers:
         tokenizers[key] = AutoTokenizer.from_pretrained(folder)
     with pytest.MonkeyPatch.context() as patch:

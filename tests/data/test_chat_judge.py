@@ -1,6 +1,7 @@
 """Ids, labels, prompts and lengths of every family with published vocabularies; transformers is the judge."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -9,10 +10,12 @@ from random import Random
 from typing import Any
 
 import pytest
+import transformers
+from packaging.version import Version
 from tokenizers import Tokenizer, processors
 from transformers import AutoTokenizer
 
-from mmtrain.data import Turn
+from mmtrain.data import Sample, Turn
 from mmtrain.data.text.load_tokenizer import load_tokenizer
 from mmtrain.data.text.sample_tokenizer import IGNORE_INDEX, SampleTokenizer
 from mmtrain.families import FAMILIES
@@ -22,6 +25,8 @@ from tests.data.drawn_conversations import draw_conversation
 from tests.data.model_folders import FAMILIES as SMALL_FOLDERS
 from tests.data.model_folders import write_folder
 
+# Which folders state a wrong class.
+KNOWS_WRONG_CLASS = Version(transformers.__version__) >= Version("5.24")
 _TOKENIZERS: dict[tuple[str, ...], Any] = {}
 
 
@@ -34,7 +39,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def opened(root: Path, name: str) -> Iterator[tuple[SampleTokenizer, ChatJudge]]:
     folder = root / name if (root / name).exists() else write_chat_folder(root, name)
     with chat_judge(folder, name, _TOKENIZERS) as judge:
-        yield load_tokenizer(folder), judge
+        yield load_tokenizer(folder, thoughts=CHAT_FAMILIES[name].thoughts), judge
 
 
 def _label(token: int, is_target: bool) -> int:
@@ -42,18 +47,18 @@ def _label(token: int, is_target: bool) -> int:
 
 
 # Tokenizers, templates and processors of these are those of the dense models.
-_WITH_EXPERTS = {"mixtral", "qwen2_moe", "qwen3_moe", "qwen3_vl_moe"}
+WITH_EXPERTS = {"mixtral", "qwen2_moe", "qwen3_moe", "qwen3_vl_moe", "qwen3_5_moe", "qwen3_5_moe_text"}
 # No package has their vocabulary; `tests.flow.test_pretrained` trains them with a tiny one.
-_NOT_JUDGED = {"glm4_moe", "glm4v_moe", "qwen3_5", "qwen3_5_text"}
+_NOT_JUDGED = {"glm4_moe", "glm4v_moe"}
 
 
 def test_every_family_is_judged() -> None:
-    assert {chat.family for chat in CHAT_FAMILIES.values()} == set(FAMILIES) - _WITH_EXPERTS - _NOT_JUDGED
+    assert {chat.family for chat in CHAT_FAMILIES.values()} == set(FAMILIES) - WITH_EXPERTS - _NOT_JUDGED
 
 
 # Those whose vocabulary opens in a second are judged in the quick tests too, and Gemma's, which takes ten, once in the
 # slow ones.
-_QUICK = ("llava", "llava_next", "mistral", "qwen3")
+_QUICK = ("llava", "llava_next", "mistral", "qwen3", "qwen3_5", "qwen3_5, thinking off")
 _SLOW = tuple(name for name in sorted(CHAT_FAMILIES) if name != "gemma3_text")
 
 
@@ -81,6 +86,25 @@ def test_conversations_are_those_of_transformers(name: str, number: int, root: P
             if expected.is_target is not None:
                 assert labels == [*map(_label, expected.ids[1:], expected.is_target[1:]), IGNORE_INDEX], drawn.messages
             assert tokenizer.prompt_ids(sample, features).tolist() == judge.prompt(drawn)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not KNOWS_WRONG_CLASS, reason="this transformers takes the class of Qwen2, as the folder states")
+def test_a_folder_of_qwen3_5_that_states_the_class_of_qwen2_is_cut_by_its_own(root: Path, tmp_path: Path) -> None:
+    if not (root / "qwen2_vl").exists():
+        write_chat_folder(root, "qwen2_vl")
+    folder = tmp_path / "folder"
+    shutil.copytree(root / "qwen2_vl", folder, symlinks=True)
+    text = "नमस्ते ไทยนี้ שָׁלוֹם 3.14"
+    ids = {}
+    for model_type in ("qwen2_vl", "qwen3_5", "qwen3_5_moe"):
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, "model_type": model_type}))
+        sample = Sample("", "", 0, (Turn("user", text), Turn("assistant", "Yes.")), ())
+        ids[model_type] = load_tokenizer(folder).encode(sample, {}).ids.tolist()
+        theirs = AutoTokenizer.from_pretrained(folder)(text)["input_ids"]
+        assert any(ids[model_type][start : start + len(theirs)] == theirs for start in range(len(ids[model_type])))
+    assert ids["qwen2_vl"] != ids["qwen3_5"] == ids["qwen3_5_moe"]
 
 
 @pytest.mark.parametrize("writes_start", [False, True])

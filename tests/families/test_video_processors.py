@@ -29,12 +29,14 @@ CLASSES = {
     "qwen2_vl": "Qwen2VLVideoProcessor",
     "qwen2_5_vl": "Qwen2VLVideoProcessor",
     "qwen3_5": "Qwen3VLVideoProcessor",
+    "qwen3_5_moe": "Qwen3VLVideoProcessor",
     "qwen3_vl": "Qwen3VLVideoProcessor",
+    "qwen3_vl_moe": "Qwen3VLVideoProcessor",
     "glm4v_moe": "Glm4vVideoProcessor",
     "llava_onevision": "LlavaOnevisionVideoProcessor",
     "internvl": "InternVLVideoProcessor",
 }
-NATIVE = ("qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_vl", "glm4v_moe")
+NATIVE = ("qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "glm4v_moe")
 LIMITS = {"size": {"shortest_edge": 2048, "longest_edge": 8192}}  # of frames, or of videos; far below the defaults
 EVERY_FRAME = 1 << 20
 
@@ -123,7 +125,7 @@ def test_limits_of_pixels_are_those_that_the_class_reads(tmp_path: Path, family:
     assert (video.min_pixels, video.max_pixels) == ((2048, 8192) if family in NATIVE else (None, None))
     if family in NATIVE:
         older = _video(tmp_path, family, {**LIMITS, "min_pixels": 1024, "max_pixels": None})
-        assert older.min_pixels == (2048 if family in ("qwen3_5", "qwen3_vl", "glm4v_moe") else 1024)
+        assert older.min_pixels == (1024 if family.startswith("qwen2") else 2048)
 
 
 @pytest.mark.parametrize("family", CLASSES)

@@ -43,6 +43,14 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Mesh]]] = {
     ),
     "dp2 pp2 vpp2": (DELTA, {"vision": Mesh((), (0,)), "llm": Mesh((1, 2, 3), (1, 2, 3, 4), dp=2, vpp=2)}),
     "adapters, tp2": (DELTA | ADAPTED, {"vision": Mesh((), (0,)), "llm": Mesh((), (1, 2), tp=2)}),
+    "experts beside a shared one with a gate, tp2 dp2 ep2": (
+        DELTA
+        | {
+            "model__llm__moe": {"experts": 6, "top_k": 2, "ffn": 16, "shared_ffn": 20, "shared_gate": True},
+            "model__llm__norm_eps": 0.1,  # these outputs are smaller still
+        },
+        {"vision": Mesh((), (0,)), "llm": Mesh((), (1, 2, 3, 4), tp=2, dp=2, ep=2, sp=True, recompute=(1,))},
+    ),
     "fewer key-value heads than ranks": (
         DELTA | {"model__llm__kv_heads": 1},
         {"vision": Mesh((), (0,)), "llm": Mesh((), (0, 1), tp=2, sp=True)},

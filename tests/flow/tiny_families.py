@@ -237,7 +237,10 @@ def load_tiny_recipe(folder: Path, parallel: str, *overrides: str) -> LoadedReci
 
 TINY_FAMILIES: dict[str, TinyFamily] = {
     **{name: TinyFamily(FAMILIES[name]) for name in ("gemma3_text", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe")},
-    **{name: TinyFamily(FAMILIES[name]) for name in ("glm4_moe", "mixtral", "qwen2_moe", "qwen3_5_text")},
+    **{
+        name: TinyFamily(FAMILIES[name])
+        for name in ("glm4_moe", "mixtral", "qwen2_moe", "qwen3_5_text", "qwen3_5_moe_text")
+    },
     "gemma3": TinyFamily(FAMILIES["gemma3"], ("vision",), typed_pictures),
     "glm4v_moe": TinyFamily(FAMILIES["glm4v_moe"], ("vision",), native_pictures),
     "internvl": TinyFamily(FAMILIES["internvl"], ("vision",), tiled_pictures),
@@ -251,6 +254,7 @@ TINY_FAMILIES: dict[str, TinyFamily] = {
     "qwen2_vl": TinyFamily(FAMILIES["qwen2_vl"], ("vision",), native_pictures),
     "qwen2_5_vl": TinyFamily(FAMILIES["qwen2_5_vl"], ("vision",), native_pictures),
     "qwen3_5": TinyFamily(FAMILIES["qwen3_5"], ("vision",), native_pictures),
+    "qwen3_5_moe": TinyFamily(FAMILIES["qwen3_5_moe"], ("vision",), native_pictures),
     "qwen3_vl": TinyFamily(FAMILIES["qwen3_vl"], ("vision",), native_pictures),
     "qwen3_vl_moe": TinyFamily(FAMILIES["qwen3_vl_moe"], ("vision",), native_pictures),
 }

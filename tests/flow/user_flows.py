@@ -31,7 +31,8 @@ FROM_SCRATCH = "from scratch"  # a recipe with sizes, a tokenizer file and mmtra
 PLACEMENTS = ("auto", "unified", "disaggregated", "colocated", "replicated")
 TAKING_VIDEOS = {
     *("glm4v_moe", "internvl", "llava_onevision"),
-    *("qwen2_vl", "qwen2_5_vl", "qwen2_5_omni", "qwen3_5", "qwen3_vl", "qwen3_vl_moe"),
+    *("qwen2_vl", "qwen2_5_vl", "qwen2_5_omni", "qwen3_vl", "qwen3_vl_moe"),
+    *("qwen3_5", "qwen3_5_moe"),
 }
 # What a user must write, and nothing else.
 MODEL_FROM_SCRATCH = {

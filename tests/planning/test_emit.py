@@ -30,6 +30,7 @@ from tests.planning.read_emitted import (
 )
 
 YAML_LAYOUTS = {"automodel": automodel_layout, "veomni": veomni_layout}
+WHAT_IF = Path(__file__).parents[2] / "recipes/whatif"
 MAX_REFUSALS = 3  # by then its options have led to a plan that is written
 SHELLCHECK = shutil.which("shellcheck")
 
@@ -111,6 +112,29 @@ def test_a_plan_that_cannot_be_expressed_comes_with_options_of_one_that_can(fold
     assert again.predicted.step_time_s == plan.predicted.step_time_s
     assert again.units == plan.units
     assert all(str(part.what) in " ".join(emitted.text.replace("\n#", "").split()) for part in emitted.inexpressible)
+
+
+def test_the_layout_of_nvidias_tutorial_is_written_for_its_script(tmp_path: Path) -> None:
+    """Compare the components with those of tutorials/megatron_mimo/qwen35-vl-non-colocated-sft.md."""
+    mesh = "tp: 4, pp: 2, dp: 2, vpp: 1, sp: false, recompute: none, layers_per_chunk: [32, 32]"
+    layout = [
+        "parallel.placement=disaggregated",
+        f"parallel.llm={{{mesh}}}",
+        "parallel.vision={tp: 1, pp: 1, dp: 1, recompute: none}",
+    ]
+    plan, recipe = planned(WHAT_IF / "qwen3_5_vl_27b.yaml", layout)
+    arguments = started_arguments(emit(plan, recipe, "mimo").text, tmp_path)
+    assert arguments["--component"] == [
+        "language=tp=4,pp=2,cp=1,dp=2,rank_offset=0",
+        "images=tp=1,pp=1,cp=1,dp=1,rank_offset=16",
+    ]
+    sizes = [arguments[f"--{name}"] for name in ("global-batch-size", "micro-batch-size", "seq-length")]
+    assert sizes == [["32"], ["2"], ["2048"]]
+    unified = ["cluster.ranks=16", "parallel.placement=unified", f"parallel.llm={{{mesh}}}", "parallel.vision={pp: 1}"]
+    plan, recipe = planned(WHAT_IF / "qwen3_5_vl_27b.yaml", unified)
+    for trainer in ("megatron-lm", "megatron-bridge"):
+        with pytest.raises(PlanError, match="the LLM has delta_net or attention_gate"):
+            emit(plan, recipe, trainer)
 
 
 def test_a_plan_in_python_is_written_as_by_the_command(folder: Path) -> None:

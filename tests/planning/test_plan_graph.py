@@ -7,10 +7,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmtrain.models.shapes.model_shape import build_model_shape
-from mmtrain.planning.artifact.layout import Layout, MeshSize, split_tp_group, unified_units
+from mmtrain.planning.artifact.layout import (
+    Layout,
+    MeshSize,
+    disaggregated_units,
+    first_ranks,
+    split_tp_group,
+    unified_units,
+)
 from mmtrain.planning.artifact.plan import StagePlan, UnitPlan
 from mmtrain.planning.artifact.plan_graph import build_stage_graph
 from mmtrain.planning.layer_costs.layer_partition import layer_chains, layout_graph, partitioned_layout
+from mmtrain.planning.space.candidate import MeshAssignment
 from mmtrain.program import build_program, peak_in_flight_by_stage
 from mmtrain.program.ir.graph import StageGraph, StageId
 from mmtrain.program.schedules.builder import in_flight_microbatches
@@ -114,6 +122,32 @@ def test_a_tp_group_over_two_nodes_is_found() -> None:
     units = unified_units(build_model_shape(recipe()), MeshSize(4, 1, 2), (0, 11))
     assert split_tp_group(units, ranks_per_node=6) == (4, 5, 6, 7)
     assert split_tp_group(units, ranks_per_node=4) is None
+
+
+@pytest.mark.parametrize(
+    ("meshes", "expected"),
+    [
+        ({"vision": MeshSize(1, 1, 8), "llm": MeshSize(4, 2, 1)}, {"vision": 0, "llm": 8}),
+        ({"vision": MeshSize(1, 1, 1), "llm": MeshSize(4, 2, 2)}, {"vision": 16, "llm": 0}),
+        ({"vision": MeshSize(2, 1, 1), "llm": MeshSize(4, 1, 1), "generator": MeshSize(1, 1, 1)},
+         {"vision": 4, "llm": 0, "generator": 6}),
+        ({"vision": MeshSize(2, 1, 1), "audio": MeshSize(1, 1, 1), "llm": MeshSize(2, 1, 1)},
+         {"vision": 0, "audio": 4, "llm": 2}),
+    ],
+)  # fmt: skip
+def test_units_of_their_own_ranks_keep_tensor_parallel_groups_on_nodes(
+    meshes: dict[str, MeshSize], expected: dict[str, int]
+) -> None:
+    assert first_ranks(meshes) == expected
+    assert list(first_ranks(meshes)) == list(meshes)
+    bounds = dict.fromkeys(meshes, (0, 1, 2)) | {name: (0, 1) for name, size in meshes.items() if size.pp == 1}
+    units = disaggregated_units(meshes, bounds)
+    assert sorted(rank for unit in units.values() for rank in unit.ranks) == list(
+        range(sum(s.ranks for s in meshes.values()))
+    )
+    assert split_tp_group(units, ranks_per_node=8) is None
+    assignment = MeshAssignment("disaggregated", meshes, dict.fromkeys(meshes, 1))
+    assert assignment.tp_group_across_nodes(8) is None
 
 
 @pytest.mark.parametrize(("world_size", "expected"), [(1, {"unified"}), (2, {"unified", "disaggregated"})])

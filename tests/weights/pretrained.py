@@ -349,14 +349,30 @@ def qwen3_5(frames: int = 2, **changes: Any) -> nn.Module:
     """Make a Qwen3.5 with a table of 3 x 3 positions, whose third block has attention."""
     from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
-    vision = {
-        "depth": 3, "hidden_size": 32, "out_hidden_size": 48, "intermediate_size": 44, "num_heads": 4,
-        "patch_size": PATCH_OF_FRAMES, "spatial_merge_size": MERGE, "temporal_patch_size": frames,
-        "num_position_embeddings": 9,
-    }  # fmt: skip
     text = _qwen3_5_text() | changes
-    config = Qwen3_5Config(text_config=text, vision_config=vision, **_QWEN2_VL_TOKENS)
+    config = Qwen3_5Config(text_config=text, vision_config=_qwen3_5_tower(frames), **_QWEN2_VL_TOKENS)
     return _random(Qwen3_5ForConditionalGeneration(config))
+
+
+def qwen3_5_moe(frames: int = 2, **changes: Any) -> nn.Module:
+    """Make a Qwen3.5 as `qwen3_5` does, with a mixture of experts in every block."""
+    from transformers import Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration
+
+    text = _qwen3_5_text() | _QWEN3_5_EXPERTS | changes
+    config = Qwen3_5MoeConfig(text_config=text, vision_config=_qwen3_5_tower(frames), **_QWEN2_VL_TOKENS)
+    return _random(Qwen3_5MoeForConditionalGeneration(config))
+
+
+def qwen3_5_moe_text(**changes: Any) -> nn.Module:
+    """Make the LLM of a Qwen3.5 as `qwen3_5_moe` does."""
+    from transformers import Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig
+
+    return _random(Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**_qwen3_5_text() | _QWEN3_5_EXPERTS | changes)))
+
+
+_QWEN3_5_EXPERTS = {
+    "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 28, "shared_expert_intermediate_size": 36,
+}  # fmt: skip
 
 
 def qwen3_5_text(**changes: Any) -> nn.Module:
@@ -364,6 +380,14 @@ def qwen3_5_text(**changes: Any) -> nn.Module:
     from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
     return _random(Qwen3_5ForCausalLM(Qwen3_5TextConfig(**_qwen3_5_text() | changes)))
+
+
+def _qwen3_5_tower(frames: int) -> dict[str, Any]:
+    return {
+        "depth": 3, "hidden_size": 32, "out_hidden_size": 48, "intermediate_size": 44, "num_heads": 4,
+        "patch_size": PATCH_OF_FRAMES, "spatial_merge_size": MERGE, "temporal_patch_size": frames,
+        "num_position_embeddings": 9,
+    }  # fmt: skip
 
 
 def _qwen3_5_text() -> dict[str, Any]:

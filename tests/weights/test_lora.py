@@ -28,6 +28,7 @@ from tests.weights.pretrained import (
     qwen2,
     qwen2_moe,
     qwen3_5,
+    qwen3_5_moe,
     qwen3_moe,
     qwen3_vl_moe,
     recipe_from,
@@ -270,6 +271,7 @@ def test_gradients_of_adapters_equal_those_of_peft(tmp_path: Path, run_mmtrain: 
         ("llava", ("*",), 2 * 6 + 2 + 2 * 7),  # of two blocks of CLIP, the projector, two blocks of Llama
         pytest.param("qwen3_vl_moe", EVERY_LINEAR, 2 * 6 + 7, marks=pytest.mark.slow),  # one of three blocks is dense
         pytest.param("qwen3_5", EVERY_LINEAR, 3 * 8 + 7, marks=pytest.mark.slow),  # one of four blocks has attention
+        pytest.param("qwen3_5_moe", EVERY_LINEAR, 3 * 10 + 9, marks=pytest.mark.slow),
     ],
 )
 def test_adapters_on_encoder_projector_and_llm_are_merged_by_peft_as_by_export(
@@ -278,7 +280,8 @@ def test_adapters_on_encoder_projector_and_llm_are_merged_by_peft_as_by_export(
     from peft import PeftModel
     from transformers import AutoModelForImageTextToText
 
-    folder = save({"llava": llava, "qwen3_5": qwen3_5, "qwen3_vl_moe": qwen3_vl_moe}[name](), tmp_path / "model")
+    models = {"llava": llava, "qwen3_5": qwen3_5, "qwen3_5_moe": qwen3_5_moe, "qwen3_vl_moe": qwen3_vl_moe}
+    folder = save(models[name](), tmp_path / "model")
     recipe = adapted(folder, targets)
     run = run_folder(tmp_path / "run", recipe, {unit: taught(recipe, unit) for unit in ("vision", "llm")})
     merged = run_mmtrain("export", str(run), "--out", str(tmp_path / "merged"))

@@ -50,6 +50,7 @@ from tests.weights.pretrained import (
     qwen2_5_vl,
     qwen2_vl,
     qwen3_5,
+    qwen3_5_moe,
     qwen3_vl,
     qwen3_vl_moe,
     recipe_from,
@@ -64,6 +65,7 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "qwen3_vl": qwen3_vl,
     "qwen3_vl_moe": qwen3_vl_moe,
     "qwen3_5": qwen3_5,
+    "qwen3_5_moe": qwen3_5_moe,
 }
 QWEN2_VL_2B = {
     "architectures": ["Qwen2VLForConditionalGeneration"], "attention_dropout": 0.0, "bos_token_id": 151643,

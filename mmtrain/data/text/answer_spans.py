@@ -93,7 +93,8 @@ class AnswerFinder:
         text_spans: dict[int, Span | None] = {**self._find_together(conversation, incomplete, text)}
         for number in incomplete:
             if number not in text_spans and starts[number] is None:
-                text_spans[number] = self.find_text(conversation, number, text)
+                of_text = self.find_text(conversation, number, text)
+                text_spans[number] = of_text or self._find_start_of_calls(conversation, number, text)
         ends = {number: span[1] for number, span in text_spans.items() if span is not None}
         ends_only = [number for number in incomplete if number not in text_spans]
         ends |= self._find_text_ends(conversation, ends_only, text)
@@ -228,6 +229,19 @@ class AnswerFinder:
         if before is None or not text.startswith(before) or not text[len(before) :].endswith(after):
             return None
         return len(before), len(text) - len(after)
+
+    def _find_start_of_calls(self, conversation: Conversation, number: int, text: str) -> Span | None:
+        """Return the empty span where the text of a message would start that calls tools and has no text.
+
+        A template may write something between a text and calls, so that nothing behind another text looks alike.
+        """
+        calls_alone = (
+            "tool_calls" in conversation.messages[number] and not (conversation.plain_text(number) or "").strip()
+        )
+        if not self._facts.ends_alike or not calls_alone:
+            return None
+        before, _ = self._around(conversation, number)
+        return (len(before), len(before)) if before is not None and text.startswith(before) else None
 
     def _find_text_end(self, conversation: Conversation, number: int, text: str) -> int | None:
         """Return where the text of a message ends that has something else before it than another text would have.

@@ -62,8 +62,8 @@ class Rendering:
 class ChatTemplate:
     """A compiled chat template."""
 
-    def __init__(self, source: str, name: str, variables: Mapping[str, str], usual_tools: Tools = ()) -> None:
-        """Compile `source`; messages call it `name`. `variables` are its special tokens, such as `eos_token`.
+    def __init__(self, source: str, name: str, variables: Mapping[str, str | bool], usual_tools: Tools = ()) -> None:
+        """Compile `source`; messages call it `name`. `variables`: its special tokens, as `eos_token`, and choices.
 
         usual_tools: those of conversations without any, for a template that is only used with tools.
 
@@ -96,7 +96,7 @@ class ChatTemplate:
         self._variables = dict(variables)
         self._usual_tools = usual_tools
 
-    def __reduce__(self) -> tuple[type["ChatTemplate"], tuple[str, str, dict[str, str], Tools]]:
+    def __reduce__(self) -> tuple[type["ChatTemplate"], tuple[str, str, dict[str, str | bool], Tools]]:
         """Pickle the source: loader workers compile it again, because compiled templates cannot be pickled."""
         return type(self), (self._source, self.name, self._variables, self._usual_tools)
 

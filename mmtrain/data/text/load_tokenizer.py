@@ -19,7 +19,7 @@ from mmtrain.data.text.sample_tokenizer import (
     MediaFeatures,
     SampleTokenizer,
 )
-from mmtrain.data.text.template_tokenizer import DEFAULT_SPECIAL_TOKENS, TemplateTokenizer
+from mmtrain.data.text.template_tokenizer import DEFAULT_SPECIAL_TOKENS, DEFAULT_THOUGHTS, TemplateTokenizer
 from mmtrain.data.text.tokenizer_folder import TokenizerFolder, read_tokenizer_folder
 from mmtrain.errors import DataError, ModelFolderError
 from mmtrain.families.family import Family, Markups
@@ -28,7 +28,7 @@ from mmtrain.families.model_folder import find_family
 from mmtrain.families.processor_files import read_processor
 from mmtrain.families.video_processors import VIDEO_TYPE_KEY
 from mmtrain.recipe.settings.schema import Recipe
-from mmtrain.recipe.settings.text_settings import SpecialTokenSettings
+from mmtrain.recipe.settings.text_settings import SpecialTokenSettings, ThoughtSettings
 
 # What the template for tools is probed with. Such templates go through the properties of the parameters.
 _PROBE_PARAMETERS: dict[str, Any] = {
@@ -47,8 +47,8 @@ def load_recipe_tokenizer(recipe: Recipe) -> SampleTokenizer:
 
     Raises `DataError`.
     """
-    has_processor = bool(recipe.model.all_encoders)
-    return load_tokenizer(recipe.data.tokenizer_path, recipe.model.hf, has_processor, recipe.data.special_tokens)
+    data, has_processor = recipe.data, bool(recipe.model.all_encoders)
+    return load_tokenizer(data.tokenizer_path, recipe.model.hf, has_processor, data.special_tokens, data.thoughts)
 
 
 def load_tokenizer(
@@ -56,6 +56,7 @@ def load_tokenizer(
     model_folder: Path | None = None,
     has_processor: bool | None = None,
     special_tokens: SpecialTokenSettings = DEFAULT_SPECIAL_TOKENS,
+    thoughts: ThoughtSettings = DEFAULT_THOUGHTS,
 ) -> SampleTokenizer:
     """Load the folder of a Hugging Face model with its chat template, or a `tokenizers` file with mmtrain's format.
 
@@ -63,8 +64,9 @@ def load_tokenizer(
     has_processor: whether the model is served through a processor, as those with media are; by default as the folder
         says.
     special_tokens: those that texts may spell.
+    thoughts: what the template is told of thinking, and whether thoughts are learned.
 
-    Raises `DataError`, also for `special_tokens` with mmtrain's own format, in which no text becomes such a token.
+    Raises `DataError`, also for `special_tokens` and `thoughts` with mmtrain's own format, which knows neither.
     """
     if not path.is_dir():
         if special_tokens != DEFAULT_SPECIAL_TOKENS:
@@ -72,16 +74,21 @@ def load_tokenizer(
                 f"data.special_tokens: found {special_tokens.model_dump()}, but in mmtrain's own chat format ({path}) "
                 "no text becomes a special token: leave it out, or name the folder of a model as data.tokenizer"
             )
+        if thoughts != DEFAULT_THOUGHTS:
+            raise DataError(
+                f"data.thoughts: found {thoughts.model_dump()}, but mmtrain's own chat format ({path}) has no "
+                "template: leave it out, or name the folder of a model as data.tokenizer"
+            )
         return ChatTokenizer.load(path)
     family = _family(model_folder or path)
     if has_processor is None:
         has_processor = family is not None and family.has_processor
     folder = read_tokenizer_folder(path, model_folder, has_processor)
     markups = {} if family is None else _markups(family, model_folder or path)
-    tokenizer = TemplateTokenizer(folder, markups, has_processor, special_tokens)
+    tokenizer = TemplateTokenizer(folder, markups, has_processor, special_tokens, thoughts=thoughts)
     if folder.tool_template is None:
         return tokenizer
-    return ToolUseTokenizer(tokenizer, replace(folder, template=folder.tool_template), special_tokens)
+    return ToolUseTokenizer(tokenizer, replace(folder, template=folder.tool_template), special_tokens, thoughts)
 
 
 def _family(path: Path) -> Family | None:
@@ -114,16 +121,24 @@ class ToolUseTokenizer:
     Models with media have one template for both: their processors know no other.
     """
 
-    def __init__(self, plain: TemplateTokenizer, folder: TokenizerFolder, special_tokens: SpecialTokenSettings) -> None:
+    def __init__(
+        self,
+        plain: TemplateTokenizer,
+        folder: TokenizerFolder,
+        special_tokens: SpecialTokenSettings,
+        thoughts: ThoughtSettings,
+    ) -> None:
         """Encode by `plain` what has no tools, and by the template of `folder` what has.
 
-        special_tokens: those that texts may spell.
+        special_tokens, thoughts: as `load_tokenizer` takes them.
         """
         self._plain = plain
         self._with_tools: TemplateTokenizer | None = None
         self._reason = ""
         try:
-            self._with_tools = TemplateTokenizer(folder, special_tokens=special_tokens, usual_tools=(_PROBE_TOOL,))
+            self._with_tools = TemplateTokenizer(
+                folder, special_tokens=special_tokens, usual_tools=(_PROBE_TOOL,), thoughts=thoughts
+            )
         except DataError as error:  # as of a template that data without tools does not need
             self._reason = str(error)
         both = [plain] if self._with_tools is None else [plain, self._with_tools]

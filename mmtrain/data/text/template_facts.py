@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 from mmtrain.balance.batch_meta import IntArray
-from mmtrain.data.text.chat_template import PROBE, ChatTemplate, Message, RenderError
+from mmtrain.data.text.chat_template import PROBE, ChatTemplate, Message, RenderError, Span
 from mmtrain.data.text.media_parts import KindFacts, MediaProber
 from mmtrain.data.text.rendering_skeletons import Render
 from mmtrain.data.text.tokenizer_folder import TokenizerFolder
@@ -208,6 +208,7 @@ class ThoughtEnd:
 
     text: str = PLAIN_THOUGHT_END  # as decoding writes it, without special tokens
     token_id: int | None = None  # of the last special token of it
+    written: str = PLAIN_THOUGHT_END  # as the template writes it, without space around it
 
     def cut(self, ids: Sequence[int] | IntArray) -> list[int]:
         """Return the ids behind the last token that ends a thought; all where a text ends thoughts."""
@@ -215,6 +216,14 @@ class ThoughtEnd:
         if self.token_id is None or self.token_id not in answer:
             return answer
         return answer[len(answer) - answer[::-1].index(self.token_id) :]
+
+    def behind(self, rendering: str, span: Span) -> Span:
+        """Return the part of an answer's span that is behind the thoughts in it, and behind the space after them."""
+        place = rendering.rfind(self.written, *span)
+        if place < 0:
+            return span
+        answer = rendering[place + len(self.written) : span[1]]
+        return span[1] - len(answer.lstrip()), span[1]
 
     def cut_text(self, text: str) -> str:
         """Return what a decoded answer says behind its thoughts, without space around it."""
@@ -235,7 +244,8 @@ def find_thought_end(
         between = rendered.partition(_THOUGHT)[2].partition(_ANSWER)[0].strip()
         if between:
             tokens = special_token.findall(between)
-            return ThoughtEnd(special_token.sub("", between).strip(), special_ids[tokens[-1]] if tokens else None)
+            last_id = special_ids[tokens[-1]] if tokens else None
+            return ThoughtEnd(special_token.sub("", between).strip(), last_id, between)
     return ThoughtEnd()
 
 

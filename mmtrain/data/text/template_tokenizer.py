@@ -40,10 +40,12 @@ from mmtrain.data.text.tokenizer_folder import TokenizerFolder, read_tokenizer_f
 from mmtrain.errors import DataError
 from mmtrain.families.family import Markups, MediaMarkup
 from mmtrain.recipe.settings.modalities import MODALITIES, MediaKind
-from mmtrain.recipe.settings.text_settings import SpecialTokensAllowed, SpecialTokenSettings
+from mmtrain.recipe.settings.text_settings import SpecialTokensAllowed, SpecialTokenSettings, ThoughtSettings
 
 BoolArray = NDArray[np.bool_]
 DEFAULT_SPECIAL_TOKENS = SpecialTokenSettings()
+DEFAULT_THOUGHTS = ThoughtSettings()
+_ENABLE_THINKING = "enable_thinking"  # of templates
 _ANCHOR = "\U0010ffff"  # a noncharacter of Unicode, which no text may hold
 
 
@@ -74,6 +76,7 @@ class TemplateTokenizer:
         has_processor: bool = False,
         special_tokens: SpecialTokenSettings = DEFAULT_SPECIAL_TOKENS,
         usual_tools: Tools = (),
+        thoughts: ThoughtSettings = DEFAULT_THOUGHTS,
     ) -> None:
         """Probe the folder's template.
 
@@ -81,12 +84,14 @@ class TemplateTokenizer:
         has_processor: whether the model is served through a processor, as those with media are.
         special_tokens: those that texts may spell.
         usual_tools: see `ChatTemplate`.
+        thoughts: what the template is told of thinking, and whether thoughts are learned.
 
         Raises `DataError` for a template that cannot be trained with.
         """
         self._tokenizer = folder.tokenizer
         self._path = folder.path
-        self._template = ChatTemplate(folder.template.source, folder.template.name, folder.special_tokens, usual_tools)
+        self._template = _template_of(folder, usual_tools, thoughts)
+        self._learns_thoughts = thoughts.learn
         self._start_token = folder.special_tokens.get("bos_token")
         self._added_around = _added_around(self._tokenizer) if has_processor else ((), ())
         added = self._tokenizer.get_added_tokens_decoder()
@@ -176,7 +181,7 @@ class TemplateTokenizer:
             if min_tokens > max_tokens:
                 return min_tokens, 0
             answers = self._answers.find(conversation, rendering)
-            if answers.follow_header and not self._escape.holds_text(rendering.text):
+            if answers.follow_header and self._learns_thoughts and not self._escape.holds_text(rendering.text):
                 spans = self._answers.learned(conversation, rendering, answers.spans)
                 counts = counter.count(*self._write_first_times(self._escape.reveal(rendering.text), spans, features))
                 if counts is not None:
@@ -298,6 +303,8 @@ class TemplateTokenizer:
         """Return the ids of a rendered conversation, and which of them are targets."""
         answers = self._answers.find(conversation, rendering).spans
         learned = self._answers.learned(conversation, rendering, answers)
+        if not self._learns_thoughts:
+            learned = [self._thought_end.behind(rendering.text, span) for span in learned]
         text, spans = self._write_first_times(rendering.text, learned, features)
         tokens = self._tokenize(text)
         is_target = np.zeros(len(tokens.ids), dtype=bool)
@@ -449,6 +456,21 @@ class TemplateTokenizer:
         if token_id is None:
             raise DataError(f"data.tokenizer: {self._path}: tokenizer.json lacks the token {token}")
         return int(token_id)
+
+
+def _template_of(folder: TokenizerFolder, usual_tools: Tools, thoughts: ThoughtSettings) -> ChatTemplate:
+    """Compile the template of a folder. Raises `DataError` for a choice that the template does not read."""
+    source, name = folder.template.source, folder.template.name
+    if thoughts.enable_thinking is None:
+        return ChatTemplate(source, name, folder.special_tokens, usual_tools)
+    variables: dict[str, str | bool] = {**folder.special_tokens, _ENABLE_THINKING: thoughts.enable_thinking}
+    template = ChatTemplate(source, name, variables, usual_tools)
+    if _ENABLE_THINKING not in template.variables_used:
+        raise DataError(
+            f"data.thoughts.{_ENABLE_THINKING}: found {str(thoughts.enable_thinking).lower()}, but the chat template "
+            f"({name}) does not read {_ENABLE_THINKING}; allowed: none, so leave it out"
+        )
+    return template
 
 
 def _any_of(tokens: Sequence[str]) -> re.Pattern[str]:

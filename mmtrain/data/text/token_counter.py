@@ -24,8 +24,10 @@ _QWEN2_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _LLAMA3_PATTERN = _QWEN2_PATTERN.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
-_ASCII_CLASSES = {r"\p{L}": "A-Za-z", r"\p{N}": "0-9"}  # as they are written inside brackets
-_PATTERN_PARTS = re.compile(r"\\p\{[LN]\}|\\[^p]|\[\^?|\]|.", re.S)
+_QWEN3_5_PATTERN = _QWEN2_PATTERN.replace(r"]?\p{L}+", r"]?[\p{L}\p{M}]+").replace(r"[^\s\p{L}", r"[^\s\p{L}\p{M}")
+# As they are written inside brackets. No mark (M) is in ASCII.
+_ASCII_CLASSES = {r"\p{L}": "A-Za-z", r"\p{M}": "", r"\p{N}": "0-9"}
+_PATTERN_PARTS = re.compile(r"\\p\{[LMN]\}|\\[^p]|\[\^?|\]|.", re.S)
 _ASCII_KEEPING_NORMALIZERS = ("NFC", "NFD", "NFKC", "NFKD")
 _KNOWN_ESCAPES = frozenset("srntSdDwW\\'\"[](){}.*+?|^$-/")
 # Byte-level vocabularies write unprintable bytes as these characters.
@@ -198,12 +200,10 @@ def _keeps_length(normalizer: dict[str, Any] | None) -> bool:
 
 
 def _has_known_patterns(config: dict[str, Any]) -> bool:
-    """Return whether all patterns of the pre-tokenizer are those of GPT-2, Qwen2 and Llama 3, or split digits."""
+    """Return whether all patterns of the pre-tokenizer are those of GPT-2, Qwen or Llama 3, or split digits."""
     *steps, _ = _pre_tokenizer_steps(config)
-    return all(
-        step["type"] == "Digits" or step["pattern"].get("Regex") in (_GPT2_PATTERN, _QWEN2_PATTERN, _LLAMA3_PATTERN)
-        for step in steps
-    )
+    known = _GPT2_PATTERN, _QWEN2_PATTERN, _QWEN3_5_PATTERN, _LLAMA3_PATTERN
+    return all(step["type"] == "Digits" or step["pattern"].get("Regex") in known for step in steps)
 
 
 def _splits_at_spaces(config: dict[str, Any]) -> bool:
@@ -211,7 +211,7 @@ def _splits_at_spaces(config: dict[str, Any]) -> bool:
     *steps, last = _pre_tokenizer_steps(config)
     if last["use_regex"]:
         return all(step["type"] == "Digits" for step in steps)
-    return len(steps) == 1 and steps[0]["pattern"]["Regex"] in (_QWEN2_PATTERN, _LLAMA3_PATTERN)
+    return len(steps) == 1 and steps[0]["pattern"]["Regex"] in (_QWEN2_PATTERN, _QWEN3_5_PATTERN, _LLAMA3_PATTERN)
 
 
 def _pre_tokenizer_steps(config: dict[str, Any]) -> list[dict[str, Any]]:
@@ -231,11 +231,13 @@ def _step_pattern(step: dict[str, Any]) -> "re.Pattern[str] | None":
 
 
 def _ascii_pattern(pattern: str) -> "re.Pattern[str] | None":
-    """Translate an Oniguruma pattern with `\\p{L}` and `\\p{N}` into Python's for ASCII text; None where in doubt."""
+    """Translate an Oniguruma pattern of classes L, M and N into Python's for ASCII text; return None where in doubt."""
     parts: list[str] = []
     in_brackets = False
     for part in _PATTERN_PARTS.findall(pattern):
         if part in _ASCII_CLASSES:
+            if not in_brackets and not _ASCII_CLASSES[part]:
+                return None
             parts.append(_ASCII_CLASSES[part] if in_brackets else f"[{_ASCII_CLASSES[part]}]")
             continue
         if part.startswith("\\") and len(part) == 2 and part[1] not in _KNOWN_ESCAPES:

@@ -48,10 +48,16 @@ _CLASS_OF_MODEL = {
     **dict.fromkeys(
         ("qwen2", "qwen2_5_omni", "qwen2_5_vl", "qwen2_audio", "qwen2_vl", "qwen3", "qwen3_vl"), "Qwen2Tokenizer"
     ),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), "Qwen3_5Tokenizer"),
 }
-_STATED_WRONGLY = ("llava", "llava_next", "qwen2")  # types of models whose folders are known to state a wrong class
+# Types of models whose folders are known to state a wrong class.
+_STATED_WRONGLY = ("llava", "llava_next", "qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text")
 _QWEN2_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN3_5_PATTERN = (  # which keeps combining marks with the letters before them
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
 )
 
 
@@ -291,13 +297,17 @@ def _cut_as_llama(tokenizer: Tokenizer, config: Mapping[str, Any]) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
 
 
-def _cut_as_qwen2(tokenizer: Tokenizer, config: Mapping[str, Any]) -> None:
+def _cut_as_qwen2(tokenizer: Tokenizer, config: Mapping[str, Any], pattern: str = _QWEN2_PATTERN) -> None:
     _set_model(tokenizer, byte_fallback=False, fuse_unk=False, unk_token=None)
     tokenizer.normalizer = normalizers.NFC()
     by_bytes = pre_tokenizers.ByteLevel(add_prefix_space=bool(config.get("add_prefix_space")), use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(_QWEN2_PATTERN), behavior="isolated"), by_bytes]
+        [pre_tokenizers.Split(Regex(pattern), behavior="isolated"), by_bytes]
     )
+
+
+def _cut_as_qwen3_5(tokenizer: Tokenizer, config: Mapping[str, Any]) -> None:
+    _cut_as_qwen2(tokenizer, config, _QWEN3_5_PATTERN)
 
 
 def _cut_as_gemma(tokenizer: Tokenizer, config: Mapping[str, Any]) -> None:
@@ -322,6 +332,7 @@ def _set_model(tokenizer: Tokenizer, **settings: Any) -> None:
 
 
 _END_OF_TEXT = "<|endoftext|>"
+_TOKENS_OF_QWEN = dict.fromkeys(("unk_token", "eos_token", "pad_token"), _END_OF_TEXT)
 _CLASSES = {
     "LlamaTokenizer": TokenizerClass({"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}, _cut_as_llama),
     "GemmaTokenizer": TokenizerClass(
@@ -334,8 +345,7 @@ _CLASSES = {
         },
         _cut_as_gemma,
     ),
-    "Qwen2Tokenizer": TokenizerClass(
-        dict.fromkeys(("unk_token", "eos_token", "pad_token"), _END_OF_TEXT), _cut_as_qwen2
-    ),
+    "Qwen2Tokenizer": TokenizerClass(_TOKENS_OF_QWEN, _cut_as_qwen2),
+    "Qwen3_5Tokenizer": TokenizerClass(_TOKENS_OF_QWEN, _cut_as_qwen3_5),
     "GPT2Tokenizer": TokenizerClass(dict.fromkeys(("unk_token", "bos_token", "eos_token"), _END_OF_TEXT), _cut_as_gpt2),
 }

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from mmtrain.models.shapes.model_shape import ModelShape
 from mmtrain.planning.artifact.plan import Placement, SchedulePlan, StagePlan, UnitPlan, sharding_text
@@ -191,7 +191,7 @@ def disaggregated_units(
     stage_bounds: Mapping[str, Sequence[int]],
     recompute: Mapping[str, Collection[int]] = NO_LAYERS,
 ) -> dict[str, UnitPlan]:
-    """Put each unit on separate ranks, one unit after another in the order of `sizes`.
+    """Put each unit on separate ranks, one unit behind another as `first_ranks` says.
 
     Args:
         sizes: meshes by unit.
@@ -199,12 +199,28 @@ def disaggregated_units(
         recompute: recomputed layers by unit.
     """
     units = {}
-    first_rank = 0
-    for name, size in sizes.items():
-        bounds = list(pairwise(stage_bounds[name]))
+    for name, first_rank in first_ranks(sizes).items():
+        size, bounds = sizes[name], list(pairwise(stage_bounds[name]))
         units[name] = _unit_plan(size, range(first_rank, first_rank + size.ranks), bounds, recompute.get(name, ()))
-        first_rank += size.ranks
     return units
+
+
+def first_ranks(sizes: Mapping[str, MeshSize]) -> dict[str, int]:
+    """Return the first rank of each unit on separate ranks, by name in the order of `sizes`.
+
+    Units lie in that order, unless a tensor-parallel group would start at a rank that its size does not divide: one
+    encoder on rank 0 would push groups of the LLM over the ends of nodes. Then units with larger groups come first.
+    """
+    in_order = _one_behind_another(sizes, list(sizes))
+    if all(first % sizes[name].tp == 0 for name, first in in_order.items()):
+        return in_order
+    return _one_behind_another(sizes, sorted(sizes, key=lambda name: -sizes[name].tp))
+
+
+def _one_behind_another(sizes: Mapping[str, MeshSize], order: Sequence[str]) -> dict[str, int]:
+    ends = accumulate((sizes[name].ranks for name in order), initial=0)
+    by_name = dict(zip(order, ends, strict=False))
+    return {name: by_name[name] for name in sizes}
 
 
 def mesh_beside(of_llm: MeshSize, tp: int) -> MeshSize:

@@ -15,6 +15,7 @@ from mmtrain.planning.emit.megatron_layout import (
     first_rank_problems,
     is_even,
     layout_text,
+    mixer_problems,
 )
 from mmtrain.planning.emit.shell_script import ShellScript, ShellVariable, shell_text
 
@@ -30,6 +31,7 @@ def _problems(job: PlannedJob) -> Iterator[str]:
     if job.recipe.model.generator is not None:
         yield "the model has an image generator"
     yield from core_problems(job)
+    yield from mixer_problems(job)
     if list(encoders) not in ([], [VISION]):
         yield f"the model has the encoders {', '.join(encoders)}; only one for images can be placed"
     elif encoders:

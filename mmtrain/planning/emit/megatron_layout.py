@@ -95,10 +95,15 @@ def core_problems(job: PlannedJob) -> Iterator[str]:
     names = [name for name, is_used in unknown.items() if is_used]
     if names:
         yield f"the LLM has {', '.join(names)}, which Megatron's GPT model has no setting for"
-    if settings.delta_net is not None or settings.attention_gate:
-        yield "the LLM has delta_net or attention_gate, whose arguments of Megatron-core are not written yet"
     if llm.cp > 1 and llm.cp_split != "even":
         yield f"context parallelism cuts the longest sequences alone (cp_split {llm.cp_split}); Megatron-core cuts all"
+
+
+def mixer_problems(job: PlannedJob) -> Iterator[str]:
+    """Say what has no arguments yet, for trainers that take no model from a folder."""
+    settings = job.recipe.model.llm
+    if settings.delta_net is not None or settings.attention_gate:
+        yield "the LLM has delta_net or attention_gate, whose arguments of Megatron-core are not written yet"
 
 
 def first_rank_problems(job: PlannedJob) -> Iterator[str]:

@@ -14,6 +14,7 @@ from mmtrain.planning.emit.megatron_layout import (
     first_rank_problems,
     is_even,
     layout_text,
+    mixer_problems,
 )
 from mmtrain.planning.emit.shell_script import ShellScript, ShellVariable, shell_text
 from mmtrain.recipe.settings.llm_settings import EXPERTS_THAT_SCORE_A_GROUP, LlmSettings, MoeSettings
@@ -35,6 +36,7 @@ def _problems(job: PlannedJob) -> Iterator[str]:
     if job.recipe.train.lora is not None:
         yield "adapters are trained (train.lora), which megatron-bridge and automodel have"
     yield from core_problems(job)
+    yield from mixer_problems(job)
     if list(encoders) not in ([], [VISION]):
         yield f"the model has the encoders {', '.join(encoders)}; its LLaVA has one, for images"
     elif encoders:

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 from mmtrain.costs import RankMemory
 from mmtrain.costs.hardware import GIB
-from mmtrain.planning.artifact.layout import Layout, MeshSize, replicated_summary
+from mmtrain.planning.artifact.layout import Layout, MeshSize, first_ranks, replicated_summary
 from mmtrain.planning.artifact.plan import (
     AS_FAST_RATIO,
     Alternative,
@@ -106,14 +106,13 @@ class MeshAssignment:
 
     def tp_group_across_nodes(self, ranks_per_node: int) -> tuple[int, ...] | None:
         """Return a tensor-parallel group whose ranks lie on different nodes, if there is one."""
-        meshes = list(self.meshes.values()) if self.placement == "disaggregated" else [self.meshes[LLM]]
-        first_rank = 0
-        for mesh in meshes:
+        meshes = self.meshes if self.placement == "disaggregated" else {LLM: self.meshes[LLM]}
+        for name, first_rank in first_ranks(meshes).items():
+            mesh = meshes[name]
             if ranks_per_node % mesh.tp or first_rank % mesh.tp:
                 for start in range(first_rank, first_rank + mesh.ranks, mesh.tp):
                     if start // ranks_per_node != (start + mesh.tp - 1) // ranks_per_node:
                         return tuple(range(start, start + mesh.tp))
-            first_rank += mesh.ranks
         return None
 
     def __str__(self) -> str:

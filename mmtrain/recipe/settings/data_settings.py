@@ -9,7 +9,7 @@ from mmtrain.plugins import installed_plugins
 from mmtrain.recipe.settings.base import NOTHING, PositiveFloat, PositiveInt, Section, setting
 from mmtrain.recipe.settings.source_columns import Columns
 from mmtrain.recipe.settings.source_path import SourcePath
-from mmtrain.recipe.settings.text_settings import SpecialTokenSettings
+from mmtrain.recipe.settings.text_settings import SpecialTokenSettings, ThoughtSettings
 
 Share = Annotated[float, Field(ge=0, le=1)]
 StepNumber = Annotated[int, Field(ge=0)]
@@ -466,6 +466,9 @@ class DataSettings(Section):
     )
     special_tokens: SpecialTokenSettings = Field(
         SpecialTokenSettings(), description="Which special tokens of a model's tokenizer texts of samples may spell."
+    )
+    thoughts: ThoughtSettings = Field(
+        ThoughtSettings(), description="What becomes of thoughts in front of answers, with a model's chat template."
     )
     seq_len: PositiveInt | Literal["auto"] = setting(
         affects={"plan", "lengths", "steps", "resume"},

@@ -1,4 +1,4 @@
-"""Settings of a recipe's `data.special_tokens`: which special tokens of the tokenizer texts of samples may hold."""
+"""Settings of a recipe's `data.special_tokens` and `data.thoughts`: special tokens in texts, and what is thought."""
 
 from typing import Literal
 
@@ -27,4 +27,23 @@ class SpecialTokenSettings(Section):
         affects={"plan", "lengths", "steps", "resume"},
         description="The same for turns of users, systems and tools, and for descriptions of tools. `all` lets texts "
         "of users forge turns, as transformers does.",
+    )
+
+
+class ThoughtSettings(Section):
+    """What assistants think before they answer, with the chat template of a model that thinks."""
+
+    enable_thinking: bool | None = setting(
+        None,
+        affects={"plan", "lengths", "steps", "resume"},
+        added_later=True,
+        description="What the chat template is told as `enable_thinking`, in training and in prompts of `evaluate`. "
+        "With `false`, Qwen3.5's prompts close an empty thought. Default: nothing, so that the template decides.",
+    )
+    learn: bool = setting(
+        True,
+        affects={"plan", "lengths", "steps", "resume"},
+        added_later=True,
+        description="Whether thoughts that the template writes in front of an answer are learned. Else they are "
+        "context, and what is learned starts behind them. Thoughts that a prompt holds are never learned.",
     )
