@@ -36,6 +36,7 @@ from mmtrain.planning.layer_costs.layer_partition import (
     whole_root,
 )
 from mmtrain.planning.layer_costs.span_recompute import SpanRecompute
+from mmtrain.planning.search.meshes_in_line import MeshesInLine
 from mmtrain.planning.space.candidate import (
     EQUAL_STEP_TIME_RATIO,
     Candidate,
@@ -129,10 +130,8 @@ class BestFirstSearch:
         self.searched_near: set[int] = set()  # ids of candidates
         self.candidates = [*allocated.listed, *(candidate for _, candidate in allocated.first)]
         self.mesh_estimates = {candidate.id: seconds for seconds, candidate in allocated.first}
-        self.discount = self.budget.mesh_estimate_discount  # of the next estimate, see `_may_further_be_fastest`
-        self.least_ratio = math.inf  # of the estimate of an anchor over that of its meshes
-        self.further = allocated.further
-        self.next_further = next(self.further, None)
+        self.discount = self.budget.mesh_estimate_discount  # of the next estimate, see `_next_that_may_be_fastest`
+        self.in_line = MeshesInLine(allocated.further)
         self.num_simulated = num_simulated
         self.max_step_s = evaluator.problem.request.max_step_s
         self.rejected: list[Rejected] = []
@@ -198,38 +197,30 @@ class BestFirstSearch:
         self.searched_near.add(fastest.id)
         known = {str(candidate.assignment) for candidate in self.candidates}
         near = self.allocated.near(fastest.assignment)
-        self.further = ((seconds, candidate) for seconds, candidate in near if str(candidate.assignment) not in known)
+        self.in_line.go_on_with(entry for entry in near if str(entry[1].assignment) not in known)
         self.discount = self.budget.near_estimate_discount
         self.max_estimated = len(self.mesh_estimates) + self.evaluator.budget.meshes.max_near_assignments
-        self.next_further = next(self.further, None)
         return True
 
     def has_undecided(self) -> bool:
         """Return whether a candidate waits that may change the choice, after those whose turn it is have joined."""
-        while self._may_further_be_fastest():
-            assert self.next_further is not None
-            seconds, candidate = self.next_further
+        while (entry := self._next_that_may_be_fastest()) is not None:
+            seconds, candidate = entry
+            self.in_line.take(entry)
             self.mesh_estimates[candidate.id] = seconds
             self.candidates.append(candidate)
             self._start(candidate)
-            self.next_further = next(self.further, None)
         return bool(self.queue) and not self.is_decided()
 
-    def _may_further_be_fastest(self) -> bool:
-        """Return whether the next candidate that is not listed may lead the queue, and be faster than what is known.
-
-        Estimates of meshes leave out what all layouts of a recipe suffer alike, as microbatches that differ. So the
-        least ratio seen so far, between the estimate of a partition and that of its meshes, is taken as theirs too.
-        """
-        if self.next_further is None:
-            return False
-        if len(self.mesh_estimates) >= self.max_estimated:
-            if not self.searched_near:
-                self.next_in_line = self.next_further
-            return False
-        ratio = 1.0 if math.isinf(self.least_ratio) else self.least_ratio
+    def _next_that_may_be_fastest(self) -> tuple[float, Candidate] | None:
+        """Return the next candidate that is not listed if it may lead the queue, and be faster than what is known."""
         first_s = self.queue[0].bound_s if self.queue else math.inf
-        return self.next_further[0] * ratio * self.discount <= min(first_s, self._fastest_s())
+        entry = self.in_line.first_within(min(first_s, self._fastest_s()) / self.discount)
+        if entry is not None and len(self.mesh_estimates) >= self.max_estimated:
+            if not self.searched_near:
+                self.next_in_line = entry
+            return None
+        return entry
 
     def _start(self, candidate: Candidate) -> None:
         tp_group = candidate.assignment.tp_group_across_nodes(self.evaluator.problem.hardware.ranks_per_node)
@@ -364,7 +355,7 @@ class BestFirstSearch:
         estimate_s = float(self._estimate(node, [node.anchor], node.recompute)[0])
         mesh_estimate_s = self.mesh_estimates.get(node.candidate.id)
         if mesh_estimate_s is not None:
-            self.least_ratio = min(self.least_ratio, estimate_s / mesh_estimate_s)
+            self.in_line.learn(node.candidate, estimate_s / mesh_estimate_s)
         bound_s = max(node.bound_s, estimate_s * self.budget.anchor_estimate_discount)
         candidate = node.candidate.bounded(bound_s)
         self._push(SearchNode(bound_s, candidate, NodeStage.ANCHOR_ESTIMATED, node.chains, node.fit))
