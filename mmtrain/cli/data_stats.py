@@ -32,7 +32,7 @@ def stats(
     import json
     from dataclasses import asdict
 
-    from mmtrain.api.recipe_index import print_note, read_named_sources
+    from mmtrain.api.recipe_index import print_note, read_named_sources, sources_for_recipe
     from mmtrain.balance.grouping.summary import (
         CompositionShare,
         LongSamples,
@@ -47,14 +47,16 @@ def stats(
     from mmtrain.planning.space.budget import DEFAULT_BUDGET
     from mmtrain.planning.space.constraints import context_parallel_sizes
     from mmtrain.recipe import load_recipe
+    from mmtrain.recipe.settings.data_settings import SourceSettings
     from mmtrain.report.data_view import composition_text, long_samples_text, sources_text, stats_picture, stats_text
 
-    named_sources = read_named_sources(sources or [])
+    named_sources: list[SourceSettings] = []
     in_training: list[SourceSummary] = []
     long_samples: list[LongSamples] = []
     composition: list[CompositionShare] = []
     if recipe is not None:
         settings = load_recipe(recipe, overrides).recipe
+        named_sources = sources_for_recipe(sources, settings) if sources else []
         lengths, index = compute_stats_for_recipe(settings, named_sources or settings.data.sources, print_note)
         composition = composition_shares(index.lengths)
         if len(index.lengths):
@@ -63,8 +65,8 @@ def stats(
             long_samples = [LongSamples.count(index.lengths.tokens, settings.data.group_tokens, cp) for cp in sizes]
         if not named_sources:
             in_training = summarize_sources(settings, index)
-    elif named_sources:
-        lengths = compute_stats(named_sources, print_note)
+    elif sources:
+        lengths = compute_stats(read_named_sources(sources), print_note)
     else:
         raise UserError("data stats: name data files, or a recipe with --recipe whose sources are measured")
     summary = summarize_lengths(lengths.names, lengths.values)

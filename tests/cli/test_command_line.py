@@ -34,6 +34,7 @@ COMMANDS = [
     "data stats",
     "data group",
     "data check",
+    "data show",
     "data serve",
     "recipes",
     "recipes copy",

@@ -49,6 +49,7 @@ CORE: dict[str, list[str]] = {
     "schema": [],
     "data stats": ["data/train.json", "--recipe", "run/recipe.yaml"],
     "data check": ["data/heldout.json"],
+    "data show": ["--recipe", "run/recipe.yaml"],
     "data demo": ["--out", "demo", "--samples", "20", "--heldout", "4"],
     "data group": ["run/recipe.yaml"],
     "recipes": [],

@@ -26,6 +26,7 @@ CALLS = {
     "data stats": "--recipe {demo}",
     "data group": "{demo}",
     "data check": "--recipe {demo}",
+    "data show": "--recipe {demo}",
     "recipes copy": "demo",
     "schema": "",
     "doctor": "--no-links",

@@ -50,6 +50,7 @@ COMMANDS = {
     "data group": [["{path}"]],
     "data serve": [["{path}"]],
     "data check": [["{path}"], ["--recipe", "{path}"]],
+    "data show": [["--recipe", "{path}"]],
     "data latents": [["{path}"]],
     "data tiny-model": [["llava", "--out", "{path}"]],
     "data demo": [["--out", "{path}", "--samples", "4", "--heldout", "1"]],
