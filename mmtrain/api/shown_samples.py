@@ -102,8 +102,10 @@ def _shown(prepared: "PreparedSamples", recipe: Recipe) -> tuple[ShownSample, ..
 
     samples = []
     for sample in prepared.samples:
-        is_bad = isinstance(sample, Quarantined)
-        samples.append(_unusable(sample) if is_bad else _shown_sample(sample, recipe, prepared.warnings))
+        if isinstance(sample, Quarantined):
+            samples.append(_unusable(sample))
+        else:
+            samples.append(_shown_sample(sample, recipe, prepared.warnings))
     return tuple(samples)
 
 
@@ -182,12 +184,12 @@ def _pictures(item: "PreparedItem", medium: "PreparedMedium", recipe: Recipe) ->
         assert recipe.model.generator is not None
         if item.cells.dtype != np.uint8:  # latents are no picture
             return []
-        return list(unpatchify(item.cells, item.rows, item.cols, recipe.model.generator.patch))
+        return list(unpatchify(item.cells.astype(np.uint8), item.rows, item.cols, recipe.model.generator.patch))
     settings = recipe.model.all_encoders[medium.unit]
     if isinstance(settings, AudioSettings):
         return _spectrograms(item.cells)
     assert isinstance(settings, VisionSettings)
-    frames = list(unpatchify(item.cells, item.rows, item.cols, settings.patch))
+    frames = list(unpatchify(item.cells.astype(np.uint8), item.rows, item.cols, settings.patch))
     return frames if medium.kind == "video" else frames[:1]  # a picture is repeated in patches that join frames
 
 

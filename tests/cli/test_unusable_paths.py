@@ -45,6 +45,7 @@ COMMANDS = {
         ["--model", "{data}", "--data", "{path}", "--out", "new.yaml"],
     ],
     "schema": [],
+    "convert-config": [["{path}"]],
     "doctor": [["--no-links", "--run-dir", "{path}"]],
     "data stats": [["{path}"], ["--recipe", "{path}"], ["{data}/train.json", "--png", "{path}.png"]],
     "data group": [["{path}"]],

@@ -28,7 +28,7 @@ class ChosenSamples:
     def __init__(self, numbers: Iterable[int], fraction: float | None = None) -> None:
         """Choose `numbers`; note which of these a held-out `fraction` takes away from training."""
         self._wanted = frozenset(numbers)
-        self._fraction = fraction
+        self._fraction = fraction or 0.0
         self.num_samples = 0  # that were looked at
         self.numbers: list[int] = []  # of those chosen, in order
         self.held_out: set[int] = set()
@@ -40,8 +40,7 @@ class ChosenSamples:
             self.num_samples += 1
             if number in self._wanted:
                 self.numbers.append(number)
-                is_compared = self._fraction is not None and isinstance(sample, Sample)
-                if is_compared and sample_position(sample, source) < self._fraction:
+                if isinstance(sample, Sample) and sample_position(sample, source) < self._fraction:
                     self.held_out.add(number)
                 yield sample
             if number >= max(self._wanted):

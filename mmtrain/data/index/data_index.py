@@ -280,7 +280,7 @@ def _with_sources(
     named = SampleSources.of(sources, source_numbers)
     weights = _sample_weights(sources, named)
     mixture = find_mixture(sources, named, recipe.data.share_unit)
-    uses = sample_uses(weights, named, mixture, index.lengths.tokens, recipe.train.steps)
+    uses = sample_uses(weights, named, mixture, index.lengths.tokens, recipe.train.steps or 1)
     lengths = replace(index.lengths, uses=uses)
     return replace(index, lengths=lengths, weights=weights, sources=named, mixture=mixture)
 
