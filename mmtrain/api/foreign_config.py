@@ -86,7 +86,8 @@ class _ScriptReader:
 
     def values(self) -> dict[str, Any]:
         """Return all arguments."""
-        values = {**self._of_arrays, **max(self._commands, key=lambda arguments: len(arguments))}
+        longest: dict[str, Any] = max(self._commands, key=len)
+        values = {**self._of_arrays, **longest}
         if _PROCESSES in self._variables:
             values.setdefault(_PROCESSES.lower(), self._variables[_PROCESSES])
         return values
