@@ -361,7 +361,8 @@ def _plan_text(planned: PlannedRun, options: PlanOptions, settings: Recipe, leng
     if not any(source.states_lengths for source in settings.data.sources):  # stated ones stand for more samples
         epoch = estimate_epoch(with_planned_groups(settings, planned.plan), lengths)
         step_time_s = planned.plan.predicted.step_time_s
-        lines.append(epoch_text(epoch.steps, epoch.samples_per_step, planned.cost.num_steps, step_time_s))
+        text = epoch_text(epoch.steps, epoch.samples_per_step, planned.cost.num_steps, step_time_s)
+        lines.append(render_text(text, width=text_width()).rstrip("\n"))
     if planned.allocation is not None:
         lines.append(str(planned.allocation))
     lines += [f"Hint: {hint}" for hint in planned.hints]
