@@ -65,7 +65,7 @@ def open_loop(run: RankRun) -> Iterator[Loop]:
     if first_step:
         left_s = (recipe.train.num_steps - first_step) * run.plan.predicted.step_time_s
         text = f"{recipe.train.num_steps - first_step:,} of {recipe.train.num_steps:,} steps are left"
-        session.console.print(f"{text}, about {duration_text(left_s)}", highlight=False)
+        session.console.print(f"{text}, predicted to take {duration_text(left_s)}", highlight=False)
     session.stop.save_from_now_on()  # all ranks have come here, and the first step takes seconds
     rank_context.faults.start(world.rank)
     notify = partial(_print_of_rank, world.rank)
