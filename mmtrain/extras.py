@@ -17,7 +17,7 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 _DATA_READING_COMMANDS = (
-    *("data stats", "data group", "data check", "data serve"),
+    *("data stats", "data group", "data check", "data show", "data serve"),
     *("plan", "profile", "simulate", "report", "train", "evaluate"),
 )
 _TRAINING_COMMANDS = (

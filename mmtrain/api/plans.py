@@ -77,7 +77,7 @@ def make_plan(
         request = replace(request, allocation_watch=AllocationWatch(time.perf_counter, allocations.append))
     hints: list[str] = []
     with _without_garbage_collection():
-        recipe = _with_groups(written, lengths, request, started)
+        recipe = _with_steps(_with_groups(written, lengths, request, started), lengths)
         chosen = plan(_formulate(written, recipe, lengths, request, started))
         if compared is not None:
             compared = compared.with_groups(recipe.train.num_groups, recipe.data.group_tokens)
@@ -87,7 +87,7 @@ def make_plan(
         if with_hints:
             request.say("trying other batches and numbers of ranks")
             hints = describe_faster_nearby(recipe, lengths, chosen)
-    num_steps = recipe.train.steps
+    num_steps = recipe.train.num_steps
     run_s = num_steps * chosen.predicted.step_time_s
     cost = RunCost.of_seconds(recipe.cluster, num_steps, run_s, chosen.world_size)
     return PlannedRun(chosen, cost, tuple(hints), allocations[-1] if allocations else None)
@@ -186,6 +186,30 @@ def _with_groups(
         recipe_sha256=recipe_fingerprint(recipe),
         baseline=request.baseline,
     )
+
+
+def with_steps_of_epochs(recipe: Recipe, lengths: SampleLengths) -> Recipe:
+    """Return a recipe with about the steps of its epochs.
+
+    Raises:
+        RecipeError: the planner chooses the size of groups, so that the number of steps depends on the plan.
+    """
+    if recipe.train.steps is not None:
+        return recipe
+    if recipe.data.seq_len == "auto":
+        raise RecipeError("train.epochs: with data.seq_len: auto each plan has other steps; set train.steps here")
+    from mmtrain.data.stream.count_groups import count_groups
+
+    return recipe.with_steps(_with_steps(count_groups(recipe, lengths), lengths).train.num_steps)
+
+
+def _with_steps(recipe: Recipe, lengths: SampleLengths) -> Recipe:
+    """Return the recipe with about the steps of its epochs, which plans do not depend on, but what they cost."""
+    if recipe.train.steps is not None:
+        return recipe
+    from mmtrain.data.stream.count_steps import with_estimated_steps
+
+    return with_estimated_steps(recipe, lengths)
 
 
 def _formulate(

@@ -26,6 +26,7 @@ from mmtrain.recipe import load_recipe as read_and_check
 
 if TYPE_CHECKING:
     from mmtrain.api.exported_run import ExportedPart
+    from mmtrain.api.shown_samples import ShownSamples
     from mmtrain.api.simulated_steps import SimulatedSteps
     from mmtrain.report import EvaluationResult
     from mmtrain.report.verification import Verification
@@ -46,6 +47,7 @@ __all__ = [
     "load_recipe",
     "open_run",
     "plan",
+    "show_data",
     "simulate",
     "train",
     "verify",
@@ -106,6 +108,34 @@ def plan(
     require_costs(settings)
     request = PlanRequest(num_alternatives=alternatives, explain=explain, baseline=baseline)
     return ShownPlan.of(make_plan(settings, index_recipe(settings).lengths, request).plan)
+
+
+def show_data(
+    recipe: RecipeSource,
+    source: str | Path | None = None,
+    *,
+    sample: int | Sequence[int] = 0,
+    set: Sequence[str] = (),
+) -> "ShownSamples":
+    """Show samples as the model reads and learns them, as `mmtrain data show` does.
+
+    Args:
+        recipe: its path, or what `load_recipe` returned.
+        source: a file or URL of samples; by default the recipe's.
+        sample: number of a sample, or several, from 0 through all sources.
+        set: settings that take precedence.
+
+    Raises:
+        UserError: there is no such sample.
+        DataError: the source cannot be read.
+    """
+    from mmtrain.api.recipe_index import sources_for_recipe
+    from mmtrain.api.shown_samples import show_samples
+
+    with _recipe_file(recipe) as path:
+        settings = load_recipe(path, set=set)
+    sources = sources_for_recipe([] if source is None else [str(source)], settings)
+    return show_samples(settings, sources, [sample] if isinstance(sample, int) else list(sample))
 
 
 def simulate(

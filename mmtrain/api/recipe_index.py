@@ -48,3 +48,21 @@ def read_named_sources(texts: Iterable[str]) -> "list[SourceSettings]":
         else:
             sources.append(SourceSettings(path=path.absolute() if isinstance(path, Path) else path))
     return sources
+
+
+def sources_for_recipe(texts: Iterable[str], recipe: Recipe) -> "list[SourceSettings]":
+    """Return the sources that arguments name, read as a recipe reads its own; without arguments, those of the recipe.
+
+    A file that the recipe names has all settings of that source. Another one has the `columns` that all sources of the
+    recipe share. Raises `UserError` for a URL with credentials, and `DataError`.
+    """
+    own = [*recipe.data.sources, *recipe.data.validation]
+    named = read_named_sources(texts)
+    if not named:
+        return own
+    shared_columns = own[0].columns if own and all(source.columns == own[0].columns for source in own) else {}
+    sources = []
+    for source in named:
+        of_recipe = next((candidate for candidate in own if candidate.path == source.path), None)
+        sources.append(of_recipe or source.model_copy(update={"columns": shared_columns}))
+    return sources

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from mmtrain.cli import (
+    convert_config,
     data,
     doctor,
     evaluate,
@@ -35,6 +36,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,  # a traceback means a bug of ours; print it as Python does
 )
 app.command()(init.init)
+app.command("convert-config")(convert_config.convert_config)
 app.command()(plan.plan)
 app.command()(needing_packages("train")(train.train))
 app.command()(needing_packages("profile")(profile.profile))

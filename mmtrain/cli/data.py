@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from mmtrain.cli import data_check, data_stats
+from mmtrain.cli import data_check, data_show, data_stats
 from mmtrain.cli.options import AsJson, Overrides, RecipeFile
 from mmtrain.extras import needing_packages
 
@@ -15,6 +15,7 @@ MAX_BAD_IMAGES_SHOWN = 10
 
 app.command()(data_stats.stats)
 app.command()(data_check.check)
+app.command()(data_show.show)
 
 
 @app.command()

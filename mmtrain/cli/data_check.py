@@ -42,15 +42,17 @@ def check(
     import sys
     from dataclasses import asdict
 
-    from mmtrain.api.recipe_index import print_note, read_named_sources
+    from mmtrain.api.recipe_index import print_note, read_named_sources, sources_for_recipe
     from mmtrain.cli.options import require_writable
     from mmtrain.data import write_quarantine
     from mmtrain.data.index.data_check import check_sources, check_sources_for_recipe
     from mmtrain.errors import UserError, writing
     from mmtrain.recipe import load_recipe
 
-    named_sources = read_named_sources(sources or [])
     settings = None if recipe is None else load_recipe(recipe, overrides).recipe
+    named_sources = (
+        read_named_sources(sources or []) if settings is None else sources_for_recipe(sources or [], settings)
+    )
     if settings is None and not named_sources:
         raise UserError("nothing to check: name data files, or a recipe with --recipe")
     if out is not None:
@@ -65,12 +67,7 @@ def check(
                 print_note(f"decoded {done:,} of {total:,}")
 
         if settings is not None:
-            report = check_sources_for_recipe(
-                settings,
-                named_sources or [*settings.data.sources, *settings.data.validation],
-                show_progress,
-                print_note,
-            )
+            report = check_sources_for_recipe(settings, named_sources, show_progress, print_note)
         else:
             report = check_sources(named_sources, show_progress, print_note)
     if out is not None:

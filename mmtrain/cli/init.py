@@ -61,7 +61,7 @@ def init(
     assert data is not None
     written = write_new_recipe(RecipeAnswers(model, data, heldout, gpus, hardware, seq_len), out)
     train = written.recipe.train
-    typer.echo(f"{out} written: {written.num_samples:,} samples in {train.steps:,} steps.")
+    typer.echo(f"{out} written: {written.num_samples:,} samples in {train.num_steps:,} steps.")
     left_out = [
         f"{count:,} {what}"
         for count, what in (

@@ -99,7 +99,7 @@ def plan(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Search the fastest parallel plan and show the alternatives.
+    """Search the fastest plan and show the alternatives.
 
     The plan says where every layer runs, which layers are recomputed, and in what order each rank works. `train` makes
     the same plan by itself; use --out to save and reuse it.

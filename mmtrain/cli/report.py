@@ -25,7 +25,7 @@ def report(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show a plan or run as text, page or figure; compare two runs.
+    """Show a plan or run, or what differs between two runs.
 
     The HTML page is self-contained. For a recipe (optionally with --plan FILE) or a run, the report also shows a step
     simulated on the data; for a run with a trace (train.trace_steps), predicted and measured times side by side. The

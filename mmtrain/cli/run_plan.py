@@ -14,7 +14,14 @@ import typer
 
 from mmtrain.api.local_cluster import require_costs
 from mmtrain.api.measured_plans import join_launched_ranks, plan_timer, started_ranks
-from mmtrain.api.plans import PlannedRun, is_saved_plan, make_plan, plan_for_each_count, read_or_make_plan
+from mmtrain.api.plans import (
+    PlannedRun,
+    is_saved_plan,
+    make_plan,
+    plan_for_each_count,
+    read_or_make_plan,
+    with_steps_of_epochs,
+)
 from mmtrain.api.recipe_index import index_recipe
 from mmtrain.api.stage_runs import require_one_stage
 from mmtrain.balance import SampleLengths
@@ -22,12 +29,14 @@ from mmtrain.cli.options import require_writable, text_width
 from mmtrain.cli.plan_arguments import cluster_overrides, parse_gpu_counts, parse_layout
 from mmtrain.errors import MmtrainError, UserError, writing
 from mmtrain.planning.advise.baselines import BASELINES
+from mmtrain.planning.artifact.plan_files import with_planned_groups
 from mmtrain.planning.emit.emit_plan import emit, require_trainer
 from mmtrain.planning.emit.emitted_plan import EmittedPlan
 from mmtrain.planning.space.problem import PlanRequest
 from mmtrain.recipe import Recipe, WrittenRecipe, is_runnable, load_recipe, read_recipe
 from mmtrain.report import plan_table
 from mmtrain.report.emitted_table import inexpressible_table
+from mmtrain.report.epoch_text import epoch_text
 from mmtrain.report.plain_text import render_text
 from mmtrain.report.plan_difference_table import difference_json, difference_table
 from mmtrain.report.run_cost import states_costs
@@ -192,11 +201,13 @@ def run_plan(options: PlanOptions) -> None:
                 require_writable("--out", run.out, "plan")
             if run.emit_to is not None:
                 require_writable("--emit-to", run.emit_to, "file")
-            limited_run = _limited_run(run, settings)
+            if gpu_counts is not None:
+                _require_price(run, settings)
             started = started_ranks(settings, ranks)
             require_costs(settings)
             lengths = index_recipe(settings).lengths
             if gpu_counts is not None:
+                limited_run = _limited_run(run, with_steps_of_epochs(settings, lengths))
                 _compare_gpu_counts(run, settings, lengths, gpu_counts, limited_run)
                 continue
             with_hints = not run.as_json and not run.measure
@@ -205,14 +216,14 @@ def run_plan(options: PlanOptions) -> None:
                 planned = make_plan(
                     settings, lengths, request, started=started, compared=compared, with_hints=with_hints
                 )
-            emitted = None if run.emit is None else emit(planned.plan, settings, run.emit)
+            counted = settings.with_steps(planned.cost.num_steps)
+            emitted = None if run.emit is None else emit(planned.plan, counted, run.emit)
             if emitted is not None and run.emit_to is None:
                 typer.echo(emitted.text, nl=False)
                 typer.echo(inexpressible_table(emitted, text_width()), err=True, nl=False)
             else:
-                typer.echo(
-                    planned.plan.model_dump_json(indent=2) if run.as_json else _plan_text(planned, run, settings)
-                )
+                as_json = planned.plan.model_dump_json(indent=2) if run.as_json else None
+                typer.echo(as_json or _plan_text(planned, run, settings, lengths))
             if emitted is not None and run.emit_to is not None:
                 _write_emitted(emitted, run, run.emit_to)
             if run.out is not None:
@@ -308,17 +319,18 @@ def _request(
     )
 
 
-def _limited_run(options: PlanOptions, settings: Recipe) -> LimitedRun | None:
-    """Return what limits the run on one of several numbers of GPUs; None if neither limits nor costs are stated.
-
-    Raises UserError for a limit on money without a price.
-    """
-    run = LimitedRun(settings.train.steps, settings.cluster, options.within_days, options.within_money)
-    if run.max_money is not None and settings.cluster.price_per_gpu_hour is None:
+def _require_price(options: PlanOptions, settings: Recipe) -> None:
+    """Raise UserError for a limit on money without a price."""
+    if options.within_money is not None and settings.cluster.price_per_gpu_hour is None:
         raise UserError(
             "--within-money needs the price of a GPU-hour: state it in the recipe, or with "
             "--set cluster.price_per_gpu_hour=2.5"
         )
+
+
+def _limited_run(options: PlanOptions, settings: Recipe) -> LimitedRun | None:
+    """Return what limits the run on one of several numbers of GPUs; None if neither limits nor costs are stated."""
+    run = LimitedRun(settings.train.num_steps, settings.cluster, options.within_days, options.within_money)
     return run if run.is_limited or states_costs(settings.cluster) else None
 
 
@@ -341,9 +353,16 @@ def _compare_gpu_counts(
             typer.echo(render_text(sentences, width=text_width()), nl=False)
 
 
-def _plan_text(planned: PlannedRun, options: PlanOptions, settings: Recipe) -> str:
-    """Write the plan as tables, then how ranks were allocated, hints, and the cost if the recipe states prices."""
+def _plan_text(planned: PlannedRun, options: PlanOptions, settings: Recipe, lengths: SampleLengths) -> str:
+    """Write the plan as tables, then its epochs, how ranks were allocated, hints, and the cost if there are prices."""
+    from mmtrain.data.stream.count_steps import estimate_epoch
+
     lines = [plan_table(planned.plan, text_width(), with_details=options.explain)]
+    if not any(source.states_lengths for source in settings.data.sources):  # stated ones stand for more samples
+        epoch = estimate_epoch(with_planned_groups(settings, planned.plan), lengths)
+        step_time_s = planned.plan.predicted.step_time_s
+        text = epoch_text(epoch.steps, epoch.samples_per_step, planned.cost.num_steps, step_time_s)
+        lines.append(render_text(text, width=text_width()).rstrip("\n"))
     if planned.allocation is not None:
         lines.append(str(planned.allocation))
     lines += [f"Hint: {hint}" for hint in planned.hints]

@@ -114,7 +114,7 @@ def run_costs(contents: ReportContents) -> dict[str, RunCost]:
     """
     recipe, plan = contents.recipe, contents.plan
     costs: dict[str, RunCost] = {}
-    if recipe is not None and states_costs(recipe.cluster):
+    if recipe is not None and recipe.train.steps is not None and states_costs(recipe.cluster):
         num_steps = recipe.train.steps
         run_s = num_steps * plan.predicted.step_time_s
         costs["predicted"] = RunCost.of_seconds(recipe.cluster, num_steps, run_s, plan.world_size)

@@ -93,7 +93,7 @@ def _write_random_weights(family: Family, settings: FolderSettings, out: Path, s
     scales multiply by 1, other vectors are 0.
     """
     import torch
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
     shapes: dict[str, tuple[int, ...]] = {}
     ours: dict[str, str] = {}
@@ -111,5 +111,6 @@ def _write_random_weights(family: Family, settings: FolderSettings, out: Path, s
         else:
             is_scale = ours[name].endswith("weight") and name not in zero_centered
             tensors[name] = torch.ones(shape) if is_scale else torch.zeros(shape)
-    save_file(tensors, out / SINGLE_FILE, metadata={"format": "pt"})
+    # `save_file` would make a file that its owner alone can read.
+    (out / SINGLE_FILE).write_bytes(save(tensors, metadata={"format": "pt"}))
     return sum(tensor.numel() for tensor in tensors.values())

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "demo.yaml"
 FUNCTIONS = [
     *("copy_recipe", "evaluate", "export", "load_plan", "load_recipe"),
-    *("open_run", "plan", "simulate", "train", "verify"),
+    *("open_run", "plan", "show_data", "simulate", "train", "verify"),
 ]
 
 

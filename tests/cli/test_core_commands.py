@@ -47,8 +47,10 @@ CORE: dict[str, list[str]] = {
     ],
     "doctor": [],
     "schema": [],
+    "convert-config": ["other.yaml"],
     "data stats": ["data/train.json", "--recipe", "run/recipe.yaml"],
     "data check": ["data/heldout.json"],
+    "data show": ["--recipe", "run/recipe.yaml"],
     "data demo": ["--out", "demo", "--samples", "20", "--heldout", "4"],
     "data group": ["run/recipe.yaml"],
     "recipes": [],
@@ -82,6 +84,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, run_dir: Path) -> Path:
     generate_demo(here / "data", seed=2, train=30, heldout=8)
     write_tiny_model(find_family_by_name("llava"), here / "tiny", 0)
     (here / "run").symlink_to(run_dir)
+    (here / "other.yaml").write_text("num_train_epochs: 2")
     return here
 
 

@@ -102,3 +102,14 @@ def test_an_unknown_name_gets_the_nearest(run_mmtrain: RunMmtrain, name: str, ne
     done = run_mmtrain("recipes", "copy", name)
     assert done.returncode == 2
     assert f"no recipe of mmtrain is called {name!r}{nearest}" in done.stderr
+
+
+def test_recipes_name_models_as_the_hub_does() -> None:
+    """A folder like `models/NAME` would be the name of a stranger's model there."""
+    named = {
+        path.name: match[1]
+        for path in (ROOT / "recipes").glob("*.yaml")
+        if (match := re.search(r"^  hf: (\S+)", path.read_text(encoding="utf-8"), re.MULTILINE))
+    }
+    assert named
+    assert {name.partition("/")[0] for name in named.values()} == {"Qwen", "llava-hf"}

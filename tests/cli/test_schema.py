@@ -34,7 +34,7 @@ def test_every_setting_is_described() -> None:
 def test_editors_may_write_extends_and_interpolations() -> None:
     schema = editor_schema()
     assert "extends" in schema["properties"]
-    steps = schema["$defs"]["TrainSettings"]["properties"]["steps"]
+    steps = schema["$defs"]["TrainSettings"]["properties"]["validate_batches"]
     assert steps["anyOf"] == [{"minimum": 1, "type": "integer"}, {"type": "string", "pattern": r"\$\{env:"}]
-    assert steps["description"] == Recipe.model_fields["train"].annotation.model_fields["steps"].description
+    assert steps["description"] == Recipe.model_fields["train"].annotation.model_fields["validate_batches"].description
     assert "required" not in schema["$defs"]["TrainSettings"]

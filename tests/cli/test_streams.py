@@ -26,6 +26,7 @@ CALLS = {
     "data stats": "--recipe {demo}",
     "data group": "{demo}",
     "data check": "--recipe {demo}",
+    "data show": "--recipe {demo}",
     "recipes copy": "demo",
     "schema": "",
     "doctor": "--no-links",
@@ -85,7 +86,7 @@ def test_a_run_trains_to_its_end(tmp_path: Path, settings: list[str], closed: st
 def test_every_command_is_run_but_two() -> None:
     # These have tests of their own.
     launchers = {f"launch {name}" for name in ("kubernetes", "ray", "skypilot", "slurm")}
-    apart = {"data serve", "data latents", "data digits", "init", *launchers}
+    apart = {"data serve", "data latents", "data digits", "init", "convert-config", *launchers}
     assert set(commands(get_command(table.app))) == set(CALLS) | apart
 
 

@@ -10,7 +10,7 @@ from mmtrain.errors import RecipeError
 from mmtrain.recipe import dump_recipe, load_recipe
 from mmtrain.recipe.checks.cross_checks import CHECKS
 from mmtrain.recipe.loading import json_schema
-from mmtrain.recipe.loading.validation import _HERE, name_here
+from mmtrain.recipe.loading.other_trainers import TRAINERS, other_keys
 from mmtrain.recipe.raw_tree import dotted_path
 
 DIT = "model.generator={kind: dit, widths: [8], heads: [4], layers: 2, context_width: 8}"
@@ -75,7 +75,13 @@ EXPERTS = "model.llm.moe={experts: 6, top_k: 2, ffn: 6}"
         ("train.steps=0", "found 0, allowed: a whole number of at least 1"),
         ("train.steps=1.5", "found 1.5, allowed: a whole number of at least 1"),
         ("train.steps=true", "found true, allowed: a whole number"),
-        ("train.steps=null", "found null, allowed: a whole number"),
+        ("train.steps=null", "train.steps: missing; allowed: a number of steps, or train.epochs"),
+        ("train.num_train_epochs=3", "what other trainers call num_train_epochs is train.epochs"),
+        ("train.per_device_train_batch_size=3", "mmtrain packs samples into sequences; set data.seq_len"),
+        ("train.lr=1e-3", "unknown key here; it belongs to train.optimizer.lr"),
+        ("train.save_steps=3", "is train.checkpoint.every"),
+        ("data.max_length=3", "is data.seq_len, of a packed sequence"),
+        ("train.bf16=true", "is train.precision: bf16"),
         ("train.steps='5'", "found the text '5', allowed: a whole number"),
         ("train.optimizer.lr=.inf", "found Infinity, allowed: a number above 0"),
         ("train.optimizer.lr=[1]", "found a list, allowed: a number above 0"),
@@ -588,7 +594,7 @@ def test_checks_do_not_fail_on_recipes_with_other_problems(base: Path, section: 
 
 
 def test_no_check_is_forgotten() -> None:
-    assert len({check.__name__ for check in CHECKS}) == len(CHECKS) == 32
+    assert len({check.__name__ for check in CHECKS}) == len(CHECKS) == 33
 
 
 FINE = "model.encoders.fine={modality: vision, layers: 2, hidden: 32, heads: 4, ffn: 64, patch: 16, max_side: 32}"
@@ -697,10 +703,12 @@ def test_a_schedule_of_shares_survives_the_recipe_of_a_run(base: Path, tmp_path:
     assert load_recipe(saved, [], {}).recipe == loaded
 
 
-def test_what_other_trainers_call_a_setting_is_none_of_ours() -> None:
-    own = {str(path[-1]) for path in json_schema.setting_paths()}
-    assert not [name for name in own if name_here(name) is not None]
-    named = [path for name in _HERE.values() for path in re.findall(r"(?:parallel|train|data)\.[a-z_.]*[a-z]", name)]
+def test_the_table_of_other_trainers_names_settings_that_there_are() -> None:
+    others = other_keys().values()
+    assert len(others) > 200
+    assert {trainer for other in others for trainer in other.trainers} == set(TRAINERS)
+    says = [other.says for other in others] + [other.setting for other in others if other.setting]
+    named = [path for name in says for path in re.findall(r"(?:model|parallel|train|data)\.[a-z_.]*[a-z]", name)]
     paths = {dotted_path(path) for path in json_schema.setting_paths()}
     assert named
     assert set(named) <= paths

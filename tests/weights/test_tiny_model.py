@@ -1,6 +1,7 @@
 """Tiny models of every family: folders that `transformers` and `model.hf` open."""
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -163,6 +164,13 @@ def test_the_same_seed_makes_the_same_files(tmp_path: Path) -> None:
     assert contents[0] == contents[1]
     for changed in ("model.safetensors", "conversations/train.json", "conversations/heldout.json"):
         assert contents[0][changed] != contents[2][changed]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="modes of POSIX")
+def test_whoever_may_read_the_config_may_read_the_weights(tmp_path: Path) -> None:
+    write_tiny_model(FAMILIES["qwen2"], tmp_path, SEED, num_train=4)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir() if path.is_file()}
+    assert modes["model.safetensors"] == modes["config.json"]
 
 
 def test_no_question_is_both_trained_on_and_held_out(tmp_path: Path) -> None:

@@ -155,9 +155,10 @@ class Grouping:
     isf: IsfRules = field(default_factory=IsfRules)
     pad: bool = False  # samples of a group are padded to its longest; for the methods that count samples
     reorder: bool = True  # False: the groups of a step run in the order of the stream
+    whole_epochs: bool = False  # an epoch has a whole number of steps: groups are divided until it does
 
     @classmethod
-    def of(cls, data: GroupingSettings, global_batch: int) -> "Grouping":
+    def of(cls, data: GroupingSettings, global_batch: int, *, whole_epochs: bool = False) -> "Grouping":
         """Return the grouping that a recipe's `data` asks for, for steps of `global_batch` groups."""
         return cls(
             seq_len=data.group_tokens,
@@ -169,6 +170,7 @@ class Grouping:
             isf=IsfRules.of(data.isf),
             pad=data.pad,
             reorder=data.reorder,
+            whole_epochs=whole_epochs,
         )
 
     @property

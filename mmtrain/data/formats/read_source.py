@@ -16,7 +16,7 @@ from mmtrain.data.formats.json_files import JSON_LINES_SUFFIXES, read_json
 from mmtrain.data.formats.layout_table import CONVERSATION_KEYS, CONVERSATION_KEYS_BY_FORMAT, EntryFormat
 from mmtrain.data.formats.plugin_files import read_with_plugin
 from mmtrain.data.formats.sample import Quarantined, Sample, turned_to_draw, turned_to_show, with_marks_in_front
-from mmtrain.data.formats.sample_split import SampleSplit
+from mmtrain.data.formats.sample_split import SampleFilter
 from mmtrain.data.formats.webdataset import read_shard
 from mmtrain.data.optional_packages import require_package
 from mmtrain.data.remote.locations import matching_urls
@@ -40,9 +40,9 @@ _SPLITS_FILE = "dataset_dict.json"  # of several: names their folders
 
 
 def read_samples(
-    source: SourceSettings, limits: LimitSettings, split: SampleSplit | None = None
+    source: SourceSettings, limits: LimitSettings, split: SampleFilter | None = None
 ) -> Iterator[Sample | Quarantined]:
-    """Read the samples of a source, shard by shard; with `split`, only those of its part.
+    """Read the samples of a source, shard by shard; with `split`, only those that it selects.
 
     Raises `DataError` if there is no file, or if its format is not supported.
     """

@@ -5,6 +5,7 @@ import os
 import unicodedata
 from collections.abc import Iterable, Iterator
 from hashlib import blake2b
+from typing import Protocol
 
 from mmtrain.data.formats.sample import Quarantined, Sample
 from mmtrain.data.media.media_bytes import FileMedia, InlineMedia, Media, TarMember
@@ -12,6 +13,38 @@ from mmtrain.recipe.settings.data_settings import DataPart, DataSettings, Source
 from mmtrain.recipe.settings.source_path import is_url
 
 _HASH_BYTES = 8
+
+
+class SampleFilter(Protocol):
+    """Chooses which samples of a source are used, before anything is made of them."""
+
+    def select(self, source: SourceSettings, samples: Iterable[Sample | Quarantined]) -> Iterator[Sample | Quarantined]:
+        """Yield the samples that are used; one after another, for each source in order."""
+
+
+class ChosenSamples:
+    """Chooses samples by their numbers, from 0 through all sources."""
+
+    def __init__(self, numbers: Iterable[int], fraction: float | None = None) -> None:
+        """Choose `numbers`; note which of these a held-out `fraction` takes away from training."""
+        self._wanted = frozenset(numbers)
+        self._fraction = fraction or 0.0
+        self.num_samples = 0  # that were looked at
+        self.numbers: list[int] = []  # of those chosen, in order
+        self.held_out: set[int] = set()
+
+    def select(self, source: SourceSettings, samples: Iterable[Sample | Quarantined]) -> Iterator[Sample | Quarantined]:
+        """See `SampleFilter`. Nothing behind the last one is read."""
+        for sample in samples if self.num_samples <= max(self._wanted) else ():
+            number = self.num_samples
+            self.num_samples += 1
+            if number in self._wanted:
+                self.numbers.append(number)
+                if isinstance(sample, Sample) and sample_position(sample, source) < self._fraction:
+                    self.held_out.add(number)
+                yield sample
+            if number >= max(self._wanted):
+                return
 
 
 class SampleSplit:

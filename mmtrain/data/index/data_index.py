@@ -9,7 +9,7 @@ import hashlib
 import io
 from array import array
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -33,7 +33,7 @@ from mmtrain.balance.columns import (
 from mmtrain.balance.grouping.mixture import Mixture
 from mmtrain.data.callbacks import NotifyCallback
 from mmtrain.data.formats.sample import Quarantined, Sample, one_per_reason
-from mmtrain.data.formats.sample_split import SampleSplit
+from mmtrain.data.formats.sample_split import SampleFilter, SampleSplit
 from mmtrain.data.index.frozen_samples import warn_of_idle_training
 from mmtrain.data.index.index_cache import IndexCache, StoredIndex
 from mmtrain.data.index.media_versions import MediaVersions
@@ -280,7 +280,7 @@ def _with_sources(
     named = SampleSources.of(sources, source_numbers)
     weights = _sample_weights(sources, named)
     mixture = find_mixture(sources, named, recipe.data.share_unit)
-    uses = sample_uses(weights, named, mixture, index.lengths.tokens, recipe.train.steps)
+    uses = sample_uses(weights, named, mixture, index.lengths.tokens, recipe.train.steps or 1)
     lengths = replace(index.lengths, uses=uses)
     return replace(index, lengths=lengths, weights=weights, sources=named, mixture=mixture)
 
@@ -331,29 +331,59 @@ def _read_sources(recipe: Recipe, which: DataPart, cache: IndexCache | None, not
     sources = recipe.data.sources_of(which)
     split = SampleSplit.of(recipe.data, which)
     tokenizer = load_recipe_tokenizer(recipe)
+    versions = None if cache is None else MediaVersions()
+    spelled = SpelledTexts(tokenizer)
     with _garbage_collection_paused(), io.BytesIO() if cache is None else cache.new_records() as records:
-        joined = {unit for unit, encoder in recipe.model.all_encoders.items() if tile_join(encoder, recipe.data)}
-        columns = _IndexColumns(records, _units_with_items(recipe), joined, _timed_units(recipe))
-        quarantined: list[Quarantined] = []
-        versions = None if cache is None else MediaVersions()
-        spelled = SpelledTexts(tokenizer)
-        num_cut = 0
-        for entry in notify_progress(measure_samples(recipe, sources, tokenizer, versions, split), notify):
-            if isinstance(entry, MeasuredSample):
-                columns.add(entry)
-                spelled.add(entry.sample)
-                num_cut += entry.sample.cut is not None
-            else:
-                quarantined.append(entry)
+        entries = notify_progress(measure_samples(recipe, sources, tokenizer, versions, split), notify)
+        columns, quarantined = _collect(recipe, entries, records, spelled)
         arrays = columns.columns()
         content_sha256 = columns.content.hexdigest()
         warnings = (*tokenizer.warnings, *spelled.remarks(), *((split.remark,) if split is not None else ()))
-        if num_cut:
-            warnings += (f"data.too_long = cut: {num_cut:,} samples are cut to {recipe.data.sample_tokens} tokens",)
+        if columns.num_cut:
+            cut_to = f"{columns.num_cut:,} samples are cut to {recipe.data.sample_tokens} tokens"
+            warnings += (f"data.too_long = cut: {cut_to}",)
         if cache is None or versions is None:
             table = SampleTable(records.getvalue(), arrays["ends"])  # type: ignore[attr-defined]
             return StoredIndex(table, arrays, tuple(quarantined), content_sha256, warnings)
         return cache.store(records, versions, arrays, quarantined, content_sha256, warnings)
+
+
+def index_chosen(
+    recipe: Recipe, sources: Sequence[SourceSettings], chosen: SampleFilter
+) -> tuple[DataIndex, list[Quarantined | None]]:
+    """Index the samples that `chosen` selects as training would; nothing is cached, and there may be none.
+
+    Returns also for each of them in order why it cannot be used; None: it is the next one of the index. Raises
+    `DataError` if a source cannot be read.
+    """
+    alike = [source.model_copy(update={"weight": 1.0, "share": None}) for source in sources]
+    tokenizer = load_recipe_tokenizer(recipe)
+    spelled = SpelledTexts(tokenizer)
+    entries = list(measure_samples(recipe, alike, tokenizer, split=chosen))
+    with io.BytesIO() as records:
+        columns, quarantined = _collect(recipe, entries, records, spelled)
+        arrays = columns.columns()
+        table = SampleTable(records.getvalue(), arrays["ends"])
+    warnings = (*tokenizer.warnings, *spelled.remarks())
+    stored = StoredIndex(table, arrays, tuple(quarantined), columns.content.hexdigest(), warnings)
+    reasons = [entry if isinstance(entry, Quarantined) else None for entry in entries]
+    return from_stored(stored, recipe, alike), reasons
+
+
+def _collect(
+    recipe: Recipe, entries: Iterable[MeasuredSample | Quarantined], records: BinaryIO, spelled: SpelledTexts
+) -> tuple["_IndexColumns", list[Quarantined]]:
+    """Collect the lengths of the samples that can be used, and the others."""
+    joined = {unit for unit, encoder in recipe.model.all_encoders.items() if tile_join(encoder, recipe.data)}
+    columns = _IndexColumns(records, _units_with_items(recipe), joined, _timed_units(recipe))
+    quarantined: list[Quarantined] = []
+    for entry in entries:
+        if isinstance(entry, MeasuredSample):
+            columns.add(entry)
+            spelled.add(entry.sample)
+        else:
+            quarantined.append(entry)
+    return columns, quarantined
 
 
 @contextmanager
@@ -380,6 +410,7 @@ class _IndexColumns:
         self._timed_units = timed_units
         self._end = 0  # of the last record
         self._num_pending = 0  # samples whose lengths are not in narrow types yet
+        self.num_cut = 0
         self._sample_columns = {name: array("q") for name in ("tokens", "targets", "source", "ends")}
         item_columns = [f"{unit}.{name}" for unit in units for name in ("count", "rows", "cols", "part", "time")]
         item_columns += [
@@ -401,6 +432,7 @@ class _IndexColumns:
         columns["targets"].append(measured.targets)
         columns["source"].append(measured.source)
         columns["ends"].append(self._end)
+        self.num_cut += measured.sample.cut is not None
         for unit in self._units:
             self._add_items(unit, measured.items[unit])
         self._num_pending += 1

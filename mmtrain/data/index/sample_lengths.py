@@ -10,7 +10,7 @@ from typing import TypeVar
 from mmtrain.data.callbacks import NotifyCallback
 from mmtrain.data.formats.read_source import read_samples
 from mmtrain.data.formats.sample import PLURALS, Quarantined, Sample, find_unusable, is_document_sample
-from mmtrain.data.formats.sample_split import SampleSplit
+from mmtrain.data.formats.sample_split import SampleFilter
 from mmtrain.data.index.media_versions import MediaVersions, run_tasks
 from mmtrain.data.media.image_grids import MediumItems, Patches, item_grids
 from mmtrain.data.media.item_readers import ITEM_READERS, ItemReader
@@ -92,11 +92,11 @@ def measure_samples(
     sources: Sequence[SourceSettings],
     tokenizer: SampleTokenizer,
     versions: MediaVersions | None = None,
-    split: SampleSplit | None = None,
+    split: SampleFilter | None = None,
 ) -> Iterator[MeasuredSample | Quarantined]:
     """Read the sources and the headers of their media; yield every sample in order, measured or quarantined.
 
-    versions: where the files of media are recorded whose headers are read. split: of which part samples are.
+    versions: where the files of media are recorded whose headers are read. split: which samples are used.
     Raises `DataError` if a source cannot be read, or the settings contradict each other.
     """
     check_data_settings(recipe, tokenizer)

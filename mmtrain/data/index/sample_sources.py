@@ -67,4 +67,4 @@ def sample_uses(
     if mixture is not None:
         return mixture.uses(tokens, num_steps)
     occurring = weights.values[np.array(named.num_samples) > 0]
-    return None if (occurring == occurring[0]).all() else weights
+    return None if (occurring == occurring[:1]).all() else weights

@@ -127,6 +127,12 @@ def patchify(frames: Sequence[Image.Image], patch: int, repeats: int = 1) -> Uin
     return np.ascontiguousarray(split.reshape(rows * cols, -1))
 
 
+def unpatchify(cells: Uint8Array, rows: int, cols: int, patch: int) -> Uint8Array:
+    """Put the patches of `patchify` together again; returns (frames, rows * patch, cols * patch, 3)."""
+    split = cells.reshape(rows, cols, 3, -1, patch, patch).transpose(3, 0, 4, 1, 5, 2)
+    return np.ascontiguousarray(split.reshape(-1, rows * patch, cols * patch, 3))
+
+
 def read_image_bytes(media: Media) -> bytes:
     """Return the bytes of an image's file, undecoded. Raises `BadImageError`."""
     with _image_errors(media), media.open() as file:

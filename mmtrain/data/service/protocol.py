@@ -142,6 +142,7 @@ def step_facts(recipe: Recipe, index: DataIndex) -> dict[str, str]:
         "samples": str(len(index.samples)),
         "fingerprint of the samples": index.fingerprint,
         "SHA-256 of data.tokenizer": tokenizer_sha256(recipe.data.tokenizer_path, recipe.model.hf),
+        "train.epochs is set": str(recipe.train.epochs is not None),  # then epochs end with steps
         **_flatten(select(recipe, "steps"), ""),
     }
 

@@ -58,6 +58,10 @@ class GroupStream:
     (`data.long_sample_tokens`), they also have epochs of their own, which end a few steps before or after those of the
     others.
 
+    With `whole_epochs`, an epoch has a whole number of steps: groups of the window that it visits last are divided
+    until it does. There are no whole epochs where long samples have steps of their own, where samples wait for the next
+    epoch, with a mixture, or if that window has too few samples.
+
     With a mixture, `MixtureStream` draws the samples by shares, and an epoch is as many groups as hold the tokens of
     all samples.
     """
@@ -76,11 +80,13 @@ class GroupStream:
         shared: where arrays of this index are kept for all processes; None: each has its own.
         """
         shared = shared or SharedArrays(None, "")
+        whole_epochs, grouping = grouping.whole_epochs, replace(grouping, whole_epochs=False)
         self._lengths = lengths
         self._grouping = grouping
         self._seed = seed
         self._sizes = grouping_sizes(lengths, grouping)
         self._cached_cycle: tuple[int, IntArray] | None = None  # its number and its step table
+        self._groups_per_step = grouping.global_batch
         self._substreams: tuple[_SubStream | MixtureStream, ...]
         if mixture is not None:
             self._substreams = (MixtureStream(lengths, self._sizes, grouping, seed, mixture, shared),)
@@ -89,16 +95,20 @@ class GroupStream:
             weights = None
         # One sub-stream, or two where long samples have steps of their own.
         parts = [_Entries(lengths.tokens, weights, grouping.long_tokens, is_long) for is_long in (False, True)]
-        self._substreams = tuple(
+        substreams = [
             _SubStream(entries, self._sizes, grouping, (seed, number), shared)
             for number, entries in enumerate(parts)
             if entries.num_samples
-        )
+        ]
+        if len(substreams) == 1 and whole_epochs and not grouping.leaves_remainder:
+            substreams[0].end_epochs_with_steps()
+        self._substreams = tuple(substreams)
 
     @classmethod
     def of(cls, recipe: Recipe, index: DataIndex) -> "GroupStream":
         """Return the order in which a recipe trains on its samples."""
-        grouping = Grouping.of(recipe.data, recipe.train.num_groups)
+        whole_epochs = recipe.train.epochs is not None
+        grouping = Grouping.of(recipe.data, recipe.train.num_groups, whole_epochs=whole_epochs)
         shared = None if index.folder is None else SharedArrays(index.folder, index.fingerprint)
         return cls(index.lengths, grouping, recipe.train.seed, index.weights, index.mixture, shared)
 
@@ -106,6 +116,11 @@ class GroupStream:
     def groups_per_epoch(self) -> int:
         """The number of groups in each epoch; counts all windows that have not been counted."""
         return sum(substream.num_groups for substream in self._substreams)
+
+    @property
+    def steps_per_epoch(self) -> float:
+        """The number of steps in each epoch, which may end inside of one; counts all windows."""
+        return self.groups_per_epoch / self._groups_per_step
 
     def groups(self, first: int, count: int) -> list[IntArray]:
         """Return the sample numbers of groups [first, first + count) of the stream."""
@@ -315,13 +330,31 @@ class _SubStream:
         self._first_order: _EpochOrder | None = None
         self._cached_order: _EpochOrder | None = None
         self._cached_groups: dict[tuple[int, int], SampleGroups] = {}  # (epoch, window) -> groups
+        self._num_added = 0  # groups of the last window of each epoch, besides those that are counted
+
+    def end_epochs_with_steps(self) -> None:
+        """Let each epoch have a whole number of steps; count all windows for that.
+
+        Groups are added to the window that an epoch visits last: any window, so the one with fewest samples to spare
+        decides whether that can be. Where it cannot, epochs end inside of steps.
+        """
+        num_added = -self.num_groups % self._grouping.global_batch
+        sizes = [self._fewest_samples(w) - self._num_groups_of(w) for w in range(self._num_windows)]
+        if num_added <= min(sizes):
+            self._num_added = num_added
+            del self.num_groups  # counted anew
+
+    def _fewest_samples(self, w: int) -> int:
+        """Return how many samples an epoch surely uses of a window."""
+        _, probabilities = self._window(w)
+        return int((probabilities == 1).sum())
 
     @cached_property
     def num_groups(self) -> int:
         """Count the groups of an epoch, and for that the windows that nobody has counted."""
         for window in self._counts.missing():
             self._num_groups_of(window)
-        return int(self._counts.all().sum())
+        return int(self._counts.all().sum()) + self._num_added
 
     def group(self, position: int) -> IntArray:
         """Return the sample numbers of a group of the endless stream."""
@@ -329,7 +362,8 @@ class _SubStream:
         key = place.epoch, place.window
         groups = self._cached_groups.get(key)
         if groups is None:
-            groups = self._group_window(*key, (position - place.group) % self._grouping.global_batch)
+            offset = (position - place.group) % self._grouping.global_batch
+            groups = self._group_window(*key, offset, self._num_groups_in_turn(place.window, place.turn))
             while len(self._cached_groups) >= _MAX_CACHED_WINDOWS:
                 oldest = next(iter(self._cached_groups))
                 self._cached_groups.pop(oldest, None)
@@ -339,7 +373,7 @@ class _SubStream:
     def epochs_done(self, position: int) -> float:
         """Return how many epochs end before a position, with the share of the windows that the next one has behind."""
         place = self._locate(position)
-        share_of_window = place.group / self._num_groups_of(place.window)
+        share_of_window = place.group / self._num_groups_in_turn(place.window, place.turn)
         return place.epoch + (place.turn + share_of_window) / self._num_windows
 
     def _locate(self, position: int) -> _Place:
@@ -362,7 +396,7 @@ class _SubStream:
         while not known or order.ends[known - 1] <= position:
             if known == self._num_windows:
                 return None
-            count = self._num_groups_of(int(order.windows[known]))
+            count = self._num_groups_in_turn(int(order.windows[known]), known)
             order.ends[known] = count + (order.ends[known - 1] if known else 0)
             known += 1
             order.num_known = max(order.num_known, known)
@@ -397,6 +431,11 @@ class _SubStream:
         start = w * size + min(w, num_larger)
         return self._entries.resolve(self._order[start : start + size + (w < num_larger)])
 
+    def _num_groups_in_turn(self, w: int, turn: int) -> int:
+        """Return the groups of a window that an epoch visits as number `turn`."""
+        is_last = turn == self._num_windows - 1
+        return self._num_groups_of(w) + (self._num_added if is_last else 0)
+
     def _num_groups_of(self, w: int) -> int:
         """Return the groups of a window: those of one shuffle, and some spare ones for epochs that need more.
 
@@ -418,15 +457,14 @@ class _SubStream:
         num_spare = num_spare_groups(len(groups), self._grouping) + num_drawn
         return min(len(groups) + num_spare, len(groups.samples))
 
-    def _group_window(self, epoch: int, w: int, offset: int) -> SampleGroups:
-        """Group the samples of a window in an epoch; `offset` is the place of its first group in a step.
+    def _group_window(self, epoch: int, w: int, offset: int, num_groups: int) -> SampleGroups:
+        """Group the samples of a window into as many groups; `offset` is the place of its first group in a step.
 
         If a shuffle needs more groups than the window has, or draws fewer samples than that, the epoch uses the groups
         by which the window's groups were counted. With `isf.remainder: next_epoch`, extra groups wait for the next
         epoch too; if there are too few, the epoch uses the counted groups instead.
         """
         samples, probabilities = self._window(w)
-        num_groups = self._num_groups_of(w)
         rng = _random_generator(_SEED_WINDOW, *self._key, epoch, w)
         is_used = rng.random(len(samples)) < probabilities
         groups = self._shuffle_and_group(samples[is_used], rng)

@@ -112,7 +112,7 @@ def summarize_sources(recipe: Recipe, index: DataIndex) -> list[SourceSummary]:
     numbers, names = index.sources.numbers, index.sources.names
     num_samples = index.sources.num_samples
     _, tokens = count_by_source(numbers, len(names), index.lengths.tokens)
-    stream, num_steps = GroupStream.of(recipe, index), recipe.train.steps
+    stream, num_steps = GroupStream.of(recipe, index), recipe.train.num_steps
     if index.mixture is not None:
         first_steps = (phase.first_step for phase in index.mixture.phases)
         shares = dict(zip(first_steps, index.mixture.token_shares(index.lengths.tokens), strict=True))

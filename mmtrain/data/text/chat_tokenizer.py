@@ -42,6 +42,7 @@ from mmtrain.data.text.sample_tokenizer import (
     find_marks,
     total_features,
 )
+from mmtrain.data.text.spelled_tokens import SpelledToken, spell_tokens
 from mmtrain.data.text.template_facts import ThoughtEnd
 from mmtrain.data.text.token_counter import TokenCounter
 from mmtrain.errors import DataError
@@ -179,6 +180,10 @@ class ChatTokenizer:
         """Return the text of the ids without special tokens."""
         text: str = self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
         return text
+
+    def spell(self, ids: Sequence[int] | IntArray) -> list[SpelledToken]:
+        """Return each of the ids as text, special tokens by their names."""
+        return spell_tokens(self._tokenizer, [int(i) for i in ids])
 
     def final_answer(self, ids: Sequence[int] | IntArray) -> str:
         """Return the text of a generated answer behind its thoughts, without space around it."""

@@ -19,6 +19,7 @@ from mmtrain.data.text.sample_tokenizer import (
     MediaFeatures,
     SampleTokenizer,
 )
+from mmtrain.data.text.spelled_tokens import SpelledToken
 from mmtrain.data.text.template_tokenizer import DEFAULT_SPECIAL_TOKENS, DEFAULT_THOUGHTS, TemplateTokenizer
 from mmtrain.data.text.tokenizer_folder import TokenizerFolder, read_tokenizer_folder
 from mmtrain.errors import DataError, ModelFolderError
@@ -174,6 +175,10 @@ class ToolUseTokenizer:
     def decode(self, ids: Sequence[int] | IntArray) -> str:
         """Return the text of the ids without special tokens."""
         return self._plain.decode(ids)
+
+    def spell(self, ids: Sequence[int] | IntArray) -> list[SpelledToken]:
+        """Return each of the ids as text, special tokens by their names."""
+        return self._plain.spell(ids)
 
     def final_answer(self, ids: Sequence[int] | IntArray) -> str:
         """Return the text of a generated answer behind its thoughts, without space around it."""

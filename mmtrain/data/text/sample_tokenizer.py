@@ -7,6 +7,7 @@ from typing import Protocol
 from mmtrain.balance.batch_meta import IntArray
 from mmtrain.data.formats.sample import Sample
 from mmtrain.data.text.greedy_settings import GreedySettings
+from mmtrain.data.text.spelled_tokens import SpelledToken
 from mmtrain.recipe.settings.generator_settings import GeneratorSettings
 from mmtrain.recipe.settings.modalities import GENERATOR, MODALITIES
 
@@ -80,6 +81,9 @@ class SampleTokenizer(Protocol):
 
     def decode(self, ids: Sequence[int] | IntArray) -> str:
         """Return the text of the ids without special tokens."""
+
+    def spell(self, ids: Sequence[int] | IntArray) -> list[SpelledToken]:
+        """Return each of the ids as text, special tokens by their names."""
 
     def final_answer(self, ids: Sequence[int] | IntArray) -> str:
         """Return the text of a generated answer behind its thoughts, without space around it."""

@@ -34,6 +34,7 @@ from mmtrain.data.text.sample_tokenizer import (
     MediaFeatures,
     total_features,
 )
+from mmtrain.data.text.spelled_tokens import SpelledToken, spell_tokens
 from mmtrain.data.text.template_facts import find_thought_end, find_turn_tokens, probe_template
 from mmtrain.data.text.token_counter import RenderingCounter
 from mmtrain.data.text.tokenizer_folder import TokenizerFolder, read_tokenizer_folder
@@ -223,6 +224,10 @@ class TemplateTokenizer:
         """Return the text of the ids without special tokens."""
         text: str = self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
         return text
+
+    def spell(self, ids: Sequence[int] | IntArray) -> list[SpelledToken]:
+        """Return each of the ids as text, special tokens by their names."""
+        return spell_tokens(self._tokenizer, [int(i) for i in ids])
 
     def final_answer(self, ids: Sequence[int] | IntArray) -> str:
         """Return the text of a generated answer after its thoughts, stripped."""

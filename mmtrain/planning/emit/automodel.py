@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from mmtrain.planning.emit.accepted_settings import AcceptedSettings
+from mmtrain.planning.emit.common_inexpressible import PLAIN_SCHEDULES, plain_schedule, schedule_inexpressible
 from mmtrain.planning.emit.emitted_plan import EmittedSetting, Inexpressible, OtherTrainer, PlannedJob, SettingGroup
 from mmtrain.planning.emit.sharded_layout import (
     recomputes_all,
@@ -38,6 +39,7 @@ def _fitting_options(job: PlannedJob) -> tuple[str, ...]:
 
 
 def _inexpressible(job: PlannedJob) -> Iterator[Inexpressible]:
+    yield from schedule_inexpressible(job, PLAIN_SCHEDULES)
     for name, encoder in job.recipe.model.all_encoders.items():
         if encoder.projector.freeze != encoder.freeze:
             projector = "is frozen" if encoder.projector.freeze else "trains"
@@ -68,16 +70,16 @@ def _parallel_settings(job: PlannedJob) -> Iterator[EmittedSetting]:
 
 def _training_settings(job: PlannedJob) -> Iterator[EmittedSetting]:
     train, optimizer = job.recipe.train, job.recipe.train.optimizer
-    yield EmittedSetting("step_scheduler.max_steps", train.steps)
-    yield EmittedSetting("step_scheduler.ckpt_every_steps", train.checkpoint.every or train.steps)
+    yield EmittedSetting("step_scheduler.max_steps", train.num_steps)
+    yield EmittedSetting("step_scheduler.ckpt_every_steps", train.checkpoint.every or train.num_steps)
     yield EmittedSetting("optimizer._target_", "torch.optim.AdamW")
     yield EmittedSetting("optimizer.lr", optimizer.lr)
     yield EmittedSetting("optimizer.betas", list(optimizer.betas))
     yield EmittedSetting("optimizer.eps", optimizer.eps)
     yield EmittedSetting("optimizer.weight_decay", optimizer.weight_decay)
-    yield EmittedSetting("lr_scheduler.lr_decay_style", optimizer.schedule)
-    yield EmittedSetting("lr_scheduler.lr_warmup_steps", optimizer.warmup_steps)
-    yield EmittedSetting("lr_scheduler.lr_decay_steps", train.steps)
+    yield EmittedSetting("lr_scheduler.lr_decay_style", plain_schedule(job))
+    yield EmittedSetting("lr_scheduler.lr_warmup_steps", optimizer.num_warmup_steps(train.num_steps))
+    yield EmittedSetting("lr_scheduler.lr_decay_steps", train.num_steps)
     yield EmittedSetting("lr_scheduler.min_lr", optimizer.min_lr)
     if optimizer.clip_norm is not None:
         yield EmittedSetting("clip_grad_norm.max_norm", optimizer.clip_norm)

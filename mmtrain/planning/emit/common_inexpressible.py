@@ -1,6 +1,6 @@
 """What several other trainers leave out of a plan, in the same words."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from mmtrain.planning.emit.emitted_plan import Inexpressible, PlannedJob
 
@@ -25,6 +25,36 @@ def moments_inexpressible(job: PlannedJob) -> Iterator[Inexpressible]:
     """Say that the optimizer's state is larger there, if it is."""
     if job.recipe.train.optimizer.moments == "bf16":
         yield Inexpressible("Adam's moments are bf16", "they are fp32, which takes more memory")
+
+
+PLAIN_SCHEDULES = ("constant", "cosine", "linear")  # those that every other trainer knows
+# What Megatron-core calls schedules and cool-downs.
+MEGATRON_SCHEDULES = {
+    "constant": "constant",
+    "linear": "linear",
+    "cosine": "cosine",
+    "wsd": "WSD",
+    "inverse_sqrt": "inverse-square-root",
+}
+MEGATRON_COOLDOWNS = {"linear": "linear", "cosine": "cosine", "sqrt": "minus_sqrt"}
+
+
+def plain_schedule(job: PlannedJob) -> str:
+    """Return the schedule for a trainer that knows plain ones; of others `schedule_inexpressible` tells."""
+    schedule = job.recipe.train.optimizer.schedule
+    return schedule if schedule in PLAIN_SCHEDULES else "constant"
+
+
+def schedule_inexpressible(job: PlannedJob, allowed: Collection[str]) -> Iterator[Inexpressible]:
+    """Say that the learning rate follows another course there, for trainers that know the `allowed` schedules."""
+    train = job.recipe.train
+    optimizer = train.optimizer
+    if optimizer.schedule not in allowed:
+        what = f"the learning rate follows `{optimizer.schedule}`"
+        yield Inexpressible(what, f"it knows {', '.join(sorted(allowed))}")
+    elif optimizer.schedule != "wsd" and optimizer.num_cooldown_steps(train.num_steps):
+        num_steps = optimizer.num_cooldown_steps(train.num_steps)
+        yield Inexpressible(f"the learning rate cools down in the last {num_steps:,} steps", "it does so with WSD only")
 
 
 def router_inexpressible(job: PlannedJob) -> Iterator[Inexpressible]:

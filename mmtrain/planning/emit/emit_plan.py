@@ -36,6 +36,8 @@ def emit(plan: Plan, recipe: Recipe, trainer: str) -> EmittedPlan:
         PlanError: it cannot run this plan; the message says why, and with which options a plan is found that it can.
     """
     require_trainer(trainer)
+    if recipe.train.steps is None:
+        raise PlanError(f"--emit {trainer}: train.epochs is not counted in steps here: set train.steps")
     other, job, accepted = TRAINERS[trainer], PlannedJob(plan, recipe), accepted_settings(trainer)
     problems = list(other.problems(job))
     if problems:

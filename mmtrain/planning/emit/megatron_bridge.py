@@ -3,7 +3,12 @@
 from collections.abc import Iterator
 
 from mmtrain.planning.emit.accepted_settings import AcceptedSettings
-from mmtrain.planning.emit.common_inexpressible import router_inexpressible
+from mmtrain.planning.emit.common_inexpressible import (
+    MEGATRON_COOLDOWNS,
+    MEGATRON_SCHEDULES,
+    router_inexpressible,
+    schedule_inexpressible,
+)
 from mmtrain.planning.emit.emitted_plan import EmittedSetting, Inexpressible, OtherTrainer, PlannedJob, SettingGroup
 from mmtrain.planning.emit.megatron_layout import (
     VISION,
@@ -49,6 +54,7 @@ def _fitting_options(job: PlannedJob) -> tuple[str, ...]:
 
 def _inexpressible(job: PlannedJob) -> Iterator[Inexpressible]:
     yield from core_inexpressible(job)
+    yield from schedule_inexpressible(job, MEGATRON_SCHEDULES)
     yield from router_inexpressible(job)
     lora = job.recipe.train.lora
     if lora is not None:
@@ -101,7 +107,7 @@ def _recompute_settings(job: PlannedJob) -> Iterator[EmittedSetting]:
 
 def _training_settings(job: PlannedJob) -> Iterator[EmittedSetting]:
     train, optimizer = job.recipe.train, job.recipe.train.optimizer
-    yield EmittedSetting("train.train_iters", train.steps)
+    yield EmittedSetting("train.train_iters", train.num_steps)
     yield EmittedSetting("optimizer.lr", optimizer.lr)
     yield EmittedSetting("optimizer.min_lr", optimizer.min_lr)
     yield EmittedSetting("optimizer.adam_beta1", optimizer.betas[0])
@@ -109,11 +115,14 @@ def _training_settings(job: PlannedJob) -> Iterator[EmittedSetting]:
     yield EmittedSetting("optimizer.adam_eps", optimizer.eps)
     yield EmittedSetting("optimizer.weight_decay", optimizer.weight_decay)
     yield EmittedSetting("optimizer.clip_grad", optimizer.clip_norm or 0.0)
-    yield EmittedSetting("scheduler.lr_decay_style", optimizer.schedule)
-    yield EmittedSetting("scheduler.lr_decay_iters", train.steps)
-    yield EmittedSetting("scheduler.lr_warmup_iters", optimizer.warmup_steps)
+    yield EmittedSetting("scheduler.lr_decay_style", MEGATRON_SCHEDULES[optimizer.schedule])
+    if optimizer.schedule == "wsd":
+        yield EmittedSetting("scheduler.lr_wsd_decay_style", MEGATRON_COOLDOWNS[optimizer.cooldown])
+        yield EmittedSetting("scheduler.lr_wsd_decay_iters", optimizer.num_cooldown_steps(train.num_steps))
+    yield EmittedSetting("scheduler.lr_decay_iters", train.num_steps)
+    yield EmittedSetting("scheduler.lr_warmup_iters", optimizer.num_warmup_steps(train.num_steps))
     yield EmittedSetting("ddp.grad_reduce_in_fp32", train.grad_reduce == "fp32")
-    yield EmittedSetting("checkpoint.save_interval", train.checkpoint.every or train.steps)
+    yield EmittedSetting("checkpoint.save_interval", train.checkpoint.every or train.num_steps)
     yield EmittedSetting("rng.seed", train.seed)
     if VISION in job.plan.units:
         vision = job.recipe.model.all_encoders[VISION]

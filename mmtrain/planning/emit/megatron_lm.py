@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from mmtrain.planning.emit.accepted_settings import AcceptedSettings
+from mmtrain.planning.emit.common_inexpressible import MEGATRON_COOLDOWNS, MEGATRON_SCHEDULES, schedule_inexpressible
 from mmtrain.planning.emit.emitted_plan import EmittedSetting, Inexpressible, OtherTrainer, PlannedJob, SettingGroup
 from mmtrain.planning.emit.megatron_layout import (
     VISION,
@@ -80,6 +81,7 @@ def _fitting_options(job: PlannedJob) -> tuple[str, ...]:
 
 def _inexpressible(job: PlannedJob) -> Iterator[Inexpressible]:
     yield from core_inexpressible(job)
+    yield from schedule_inexpressible(job, MEGATRON_SCHEDULES)
     moe = job.recipe.model.llm.moe
     if moe is not None and moe.balance_loss:
         yield Inexpressible("loads of experts count in each sample", "they count in each packed group")
@@ -224,12 +226,15 @@ def _router_settings(moe: MoeSettings) -> Iterator[EmittedSetting]:
 def _training_settings(job: PlannedJob) -> Iterator[EmittedSetting]:
     train = job.recipe.train
     optimizer = train.optimizer
-    yield EmittedSetting("--train-iters", train.steps)
+    yield EmittedSetting("--train-iters", train.num_steps)
     yield EmittedSetting("--lr", optimizer.lr)
     yield EmittedSetting("--min-lr", optimizer.min_lr)
-    yield EmittedSetting("--lr-decay-style", optimizer.schedule)
-    yield EmittedSetting("--lr-decay-iters", train.steps)
-    yield EmittedSetting("--lr-warmup-iters", optimizer.warmup_steps)
+    yield EmittedSetting("--lr-decay-style", MEGATRON_SCHEDULES[optimizer.schedule])
+    if optimizer.schedule == "wsd":
+        yield EmittedSetting("--lr-wsd-decay-style", MEGATRON_COOLDOWNS[optimizer.cooldown])
+        yield EmittedSetting("--lr-wsd-decay-iters", optimizer.num_cooldown_steps(train.num_steps))
+    yield EmittedSetting("--lr-decay-iters", train.num_steps)
+    yield EmittedSetting("--lr-warmup-iters", optimizer.num_warmup_steps(train.num_steps))
     yield EmittedSetting("--adam-beta1", optimizer.betas[0])
     yield EmittedSetting("--adam-beta2", optimizer.betas[1])
     yield EmittedSetting("--adam-eps", optimizer.eps)
@@ -242,7 +247,7 @@ def _training_settings(job: PlannedJob) -> Iterator[EmittedSetting]:
     if train.grad_reduce == "bf16":
         yield EmittedSetting("--grad-reduce-in-bf16", True)
         yield EmittedSetting("--ddp-reduce-scatter-with-fp32-accumulation", True)
-    yield EmittedSetting("--save-interval", train.checkpoint.every or train.steps)
+    yield EmittedSetting("--save-interval", train.checkpoint.every or train.num_steps)
     yield EmittedSetting("--seed", max(FIRST_SEED, train.seed), "it takes no 0" if train.seed == 0 else "")
     if VISION in job.plan.units and job.recipe.model.all_encoders[VISION].freeze:
         yield EmittedSetting("--freeze-ViT", True)

@@ -11,6 +11,7 @@ from mmtrain.planning.emit.common_inexpressible import (
     freeze_inexpressible,
     moments_inexpressible,
     router_inexpressible,
+    schedule_inexpressible,
 )
 from mmtrain.planning.emit.emitted_plan import EmittedSetting, Inexpressible, OtherTrainer, PlannedJob, SettingGroup
 from mmtrain.planning.emit.megatron_layout import VISION, core_problems, is_even
@@ -104,9 +105,7 @@ def _sizes_that_divide(job: PlannedJob) -> _Sizes | None:
 
 
 def _inexpressible(job: PlannedJob) -> Iterator[Inexpressible]:
-    optimizer = job.recipe.train.optimizer
-    if optimizer.schedule != "cosine":
-        yield Inexpressible(f"the learning rate decays by `{optimizer.schedule}`", "it decays by a cosine")
+    yield from schedule_inexpressible(job, ("cosine",))
     yield from moments_inexpressible(job)
     yield from router_inexpressible(job)
     yield Inexpressible(
@@ -134,11 +133,11 @@ def _parallel_settings(job: PlannedJob) -> Iterator[EmittedSetting]:
 def _training_settings(job: PlannedJob) -> Iterator[EmittedSetting]:
     train, optimizer = job.recipe.train, job.recipe.train.optimizer
     vision = job.recipe.model.all_encoders[VISION]
-    yield EmittedSetting("--train-iters", train.steps)
+    yield EmittedSetting("--train-iters", train.num_steps)
     yield EmittedSetting("--lr", optimizer.lr)
     yield EmittedSetting("--min-lr", optimizer.min_lr)
-    yield EmittedSetting("--lr-decay-iters", train.steps)
-    yield EmittedSetting("--lr-warmup-iters", optimizer.warmup_steps)
+    yield EmittedSetting("--lr-decay-iters", train.num_steps)
+    yield EmittedSetting("--lr-warmup-iters", optimizer.num_warmup_steps(train.num_steps))
     yield EmittedSetting("--adam-beta1", optimizer.betas[0])
     yield EmittedSetting("--adam-beta2", optimizer.betas[1])
     yield EmittedSetting("--weight-decay", optimizer.weight_decay)
@@ -148,7 +147,7 @@ def _training_settings(job: PlannedJob) -> Iterator[EmittedSetting]:
     yield EmittedSetting("--freeze-llm", _word(job.recipe.model.llm.freeze))
     yield EmittedSetting("--freeze-vision", _word(vision.freeze))
     yield EmittedSetting("--freeze-projector", _word(vision.projector.freeze))
-    yield EmittedSetting("--checkpoint-interval", train.checkpoint.every or train.steps)
+    yield EmittedSetting("--checkpoint-interval", train.checkpoint.every or train.num_steps)
     yield EmittedSetting("--seed", train.seed)
 
 

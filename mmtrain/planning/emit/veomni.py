@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from mmtrain.planning.emit.accepted_settings import AcceptedSettings
+from mmtrain.planning.emit.common_inexpressible import PLAIN_SCHEDULES, plain_schedule, schedule_inexpressible
 from mmtrain.planning.emit.emitted_plan import EmittedSetting, Inexpressible, OtherTrainer, PlannedJob, SettingGroup
 from mmtrain.planning.emit.sharded_layout import (
     recomputes_all,
@@ -42,6 +43,7 @@ def _fitting_options(job: PlannedJob) -> tuple[str, ...]:
 
 
 def _inexpressible(job: PlannedJob) -> Iterator[Inexpressible]:
+    yield from schedule_inexpressible(job, PLAIN_SCHEDULES)
     optimizer = job.recipe.train.optimizer
     if optimizer.betas != OWN_BETAS:
         yield Inexpressible(f"Adam's betas are {optimizer.betas}", f"they are {OWN_BETAS}")
@@ -78,13 +80,15 @@ def _reduce_type(job: PlannedJob) -> str:
 
 def _training_settings(job: PlannedJob) -> Iterator[EmittedSetting]:
     train, optimizer = job.recipe.train, job.recipe.train.optimizer
-    yield EmittedSetting("train.max_steps", train.steps)
-    yield EmittedSetting("data.train_size", train.steps * job.plan.num_groups * job.seq_len, "tokens of all steps")
+    yield EmittedSetting("train.max_steps", train.num_steps)
+    yield EmittedSetting("data.train_size", train.num_steps * job.plan.num_groups * job.seq_len, "tokens of all steps")
     yield EmittedSetting("train.optimizer.type", "adamw")
     yield EmittedSetting("train.optimizer.lr", optimizer.lr)
     yield EmittedSetting("train.optimizer.lr_min", optimizer.min_lr)
-    yield EmittedSetting("train.optimizer.lr_decay_style", optimizer.schedule)
-    yield EmittedSetting("train.optimizer.lr_warmup_ratio", optimizer.warmup_steps / train.steps)
+    yield EmittedSetting("train.optimizer.lr_decay_style", plain_schedule(job))
+    yield EmittedSetting(
+        "train.optimizer.lr_warmup_ratio", optimizer.num_warmup_steps(train.num_steps) / train.num_steps
+    )
     yield EmittedSetting("train.optimizer.weight_decay", optimizer.weight_decay)
     yield EmittedSetting("train.optimizer.max_grad_norm", optimizer.clip_norm or float("inf"))
     yield EmittedSetting("train.seed", train.seed)

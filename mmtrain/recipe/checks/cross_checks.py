@@ -101,6 +101,20 @@ def check_deepstack(recipe: Recipe) -> Iterator[Problem]:
             yield Problem(("model", *unit_path(name), "deepstack"), text)
 
 
+def check_run_length(recipe: Recipe) -> Iterator[Problem]:
+    """A run states its steps or its epochs; epochs do not know when shares of sources change."""
+    steps, epochs = recipe.train.steps, recipe.train.epochs
+    if steps is None and epochs is None:
+        text = "missing; allowed: a number of steps, or train.epochs, passes over the data"
+        yield Problem(("train", "steps"), text)
+    elif steps is not None and epochs is not None:
+        text = f"found {epochs:g} beside train.steps {steps}; allowed: one of both. Set the other to null"
+        yield Problem(("train", "epochs"), text)
+    if epochs is not None and any(len(source.share or {}) > 1 for source in recipe.data.sources):
+        text = f"{epochs:g}, but shares of sources change with steps; set train.steps"
+        yield Problem(("train", "epochs"), text)
+
+
 def check_learning_rates(recipe: Recipe) -> Iterator[Problem]:
     """The learning rate does not end above its peak."""
     optimizer = recipe.train.optimizer
@@ -359,6 +373,7 @@ CHECKS: tuple[Check, ...] = (
     check_rope_context,
     check_rope_sections,
     check_deepstack,
+    check_run_length,
     check_learning_rates,
     check_validation,
     check_sources,

@@ -16,6 +16,7 @@ from mmtrain.errors import RecipeError
 from mmtrain.families.hub_models import is_model_of_hub
 from mmtrain.recipe.checks.cross_checks import CHECKS
 from mmtrain.recipe.loading import strict_yaml
+from mmtrain.recipe.loading.alternatives import merge_layers, without_replaced
 from mmtrain.recipe.loading.apply_model_folder import AUTOENCODER_SETTING, apply_model_folders, is_folder_setting
 from mmtrain.recipe.loading.energon_blends import apply_blends
 from mmtrain.recipe.loading.lowest_version import require_new_enough
@@ -29,7 +30,6 @@ from mmtrain.recipe.raw_tree import (
     Problem,
     dotted_path,
     iter_nodes,
-    merge_trees,
     node_at,
     set_node,
     to_node,
@@ -172,9 +172,9 @@ def _merge_over_bases(root: Node, path: Path, files: _RecipeFiles, chain: tuple[
         base_path = Path(os.path.normpath(path.parent / str(base.value)))
         if not base_path.is_file():
             raise RecipeError(f"{base.origin}: extends: there is no file {base_path}")
-        tree = merge_trees(tree, _read(base_path, files, chain))
+        tree = merge_layers(tree, _read(base_path, files, chain))
     settings = {key: child for key, child in root.value.items() if key != "extends"}
-    return merge_trees(tree, replace(root, value=settings))
+    return merge_layers(tree, replace(root, value=settings))
 
 
 def _bases(extends: Node | None, files: _RecipeFiles) -> list[Node]:
@@ -215,7 +215,7 @@ def _apply_override(tree: Node, override: str, files: _RecipeFiles) -> Node:
     if isinstance(result, Problem):
         files.problems.append(result)
         return tree
-    return result
+    return without_replaced(result, keys)
 
 
 def _make_paths_absolute(tree: Node) -> Node:
@@ -354,7 +354,7 @@ def lay_stage_over(tree: Node) -> Node:
     stages = node_at(tree, [STAGES])
     assert stages is not None
     assert isinstance(stages.value, list)
-    return merge_trees(_without(tree, STAGES, STAGE), _without(stages.value[names.index(name)], "name"))
+    return merge_layers(_without(tree, STAGES, STAGE), _without(stages.value[names.index(name)], "name"))
 
 
 def _without(tree: Node, *keys: str) -> Node:
@@ -363,8 +363,14 @@ def _without(tree: Node, *keys: str) -> Node:
 
 
 def dump_recipe(recipe: Recipe) -> str:
-    """Write every setting as YAML. A loaded recipe (its paths are absolute) loads back equal from any folder."""
-    return strict_yaml.dump_yaml(recipe.model_dump(mode="json"))
+    """Write every setting as YAML. A loaded recipe (its paths are absolute) loads back equal from any folder.
+
+    The steps that were counted for epochs are left out: they are counted again.
+    """
+    settings = recipe.model_dump(mode="json")
+    if recipe.train.epochs is not None:
+        settings["train"]["steps"] = None
+    return strict_yaml.dump_yaml(settings)
 
 
 def recipe_fingerprint(recipe: Recipe) -> str:

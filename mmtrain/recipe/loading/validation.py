@@ -1,7 +1,7 @@
 """Validation: turn a tree of values into a `Recipe`, or report all problems at once in plain words."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from inspect import ismethod
@@ -12,52 +12,12 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from mmtrain.recipe.loading import json_schema
+from mmtrain.recipe.loading.other_trainers import name_here
 from mmtrain.recipe.raw_tree import KeyPath, Node, Problem, dotted_path, nearest_node, to_plain
 from mmtrain.recipe.settings.base import Section, holds_named_sections, named_section_type, section_types
 from mmtrain.recipe.settings.schema import Recipe
 
 PydanticError = dict[str, Any]  # one entry of `ValidationError.errors()`
-_ZERO = (
-    "is part of parallel.placement. `unified`, `disaggregated` and `colocated` keep parameters whole in each replica "
-    "and shard the optimizer (ZeRO-1). `replicated` shards what parallel.shard says: `all` everything (ZeRO-3), "
-    "1 nothing; with parallel.zero: 2 gradients and the optimizer, with parallel.zero: 1 the optimizer alone"
-)
-_DIVISION = (
-    "is parallel.llm.layers_per_chunk, the blocks of each of pp x vpp model chunks, such as [7, 9, 9, 7]; chunk i is "
-    "on pipeline rank i % pp"
-)
-_RECOMPUTE = "is parallel.llm.recompute and parallel.vision.recompute: auto, none, selective or all"
-_OFFLOAD = "is parallel.llm.offload and parallel.vision.offload: none, inputs, all or auto"
-
-# The name, without case, `-` and `_` -> what follows it in a sentence.
-_HERE: Mapping[str, str] = {
-    "zerostage": _ZERO,
-    "usedistributedoptimizer": _ZERO,
-    "tensormodelparallelsize": "is tp of each unit, such as parallel.llm.tp",
-    "tensorparallelsize": "is tp of each unit, such as parallel.llm.tp",
-    "pipelinemodelparallelsize": "is pp of each unit, such as parallel.llm.pp",
-    "pipelineparallelsize": "is pp of each unit, such as parallel.llm.pp",
-    "virtualpipelinemodelparallelsize": "is parallel.llm.vpp, the number of chunks of layers on each pipeline rank",
-    "numlayersinfirstpipelinestage": _DIVISION,
-    "numlayersinlastpipelinestage": _DIVISION,
-    "decoderfirstpipelinenumlayers": _DIVISION,
-    "decoderlastpipelinenumlayers": _DIVISION,
-    "pipelinemodelparallellayout": _DIVISION,
-    "custompipelinelayers": _DIVISION,
-    "sequenceparallel": "is parallel.llm.sp",
-    "microbatchsize": "has no setting: a microbatch is one packed group of at most data.seq_len tokens",
-    "perdevicetrainbatchsize": "has no setting: a microbatch is one packed group of at most data.seq_len tokens",
-    "gradientaccumulationsteps": "follows from train.global_batch, the groups of a step over all replicas",
-    "globalbatchsize": "is train.global_batch, in groups of at most data.seq_len tokens, {samples: N} or {tokens: N}",
-    "cpuoffloading": _OFFLOAD,
-    "activationoffloading": _OFFLOAD,
-    "enableactivationoffloading": _OFFLOAD,
-    "cpucheckpointing": _OFFLOAD,
-    "recomputegranularity": _RECOMPUTE,
-    "recomputemodules": _RECOMPUTE,
-    "recomputenumlayers": _RECOMPUTE,
-    "gradientcheckpointing": _RECOMPUTE,
-}
 
 
 class SettingUnavailableError(Exception):
@@ -91,6 +51,7 @@ def validate(
     invalid = {problem.where for problem in (*problems, *field_problems)}
     view = recipe or cast(Recipe, _PartialSection(Recipe, cast(dict[str, object], raw), invalid, ()))
     check_problems = [problem for check in checks for problem in _run_check(check, view, tree)]
+    check_problems = [problem for problem in check_problems if dotted_path(problem.where) not in known]
     all_problems = sorted((*problems, *field_problems, *check_problems), key=lambda p: _position(p, tree))
     return all_problems, recipe if not all_problems else None
 
@@ -206,6 +167,9 @@ def _unknown_key(keys: KeyPath) -> str:
     if new_path is not None:
         return f"this setting is now called {dotted_path(new_path)}; rename it"
     *parent, name = keys
+    elsewhere = [dotted_path(path) for path in json_schema.setting_paths() if path[-1] == name]
+    if elsewhere:  # before what is close: `train.lr` is no misspelt `train.lora`
+        return f"unknown key here; it belongs to {' or '.join(elsewhere)}"
     here = name_here(str(name))
     if here is not None:
         return f"unknown key; what other trainers call {name} {here}"
@@ -213,9 +177,6 @@ def _unknown_key(keys: KeyPath) -> str:
     closest = get_close_matches(str(name), known, n=1)
     if closest:
         return f"unknown key; did you mean {closest[0]}? Allowed here: {', '.join(known)}"
-    elsewhere = [dotted_path(path) for path in json_schema.setting_paths() if path[-1] == name]
-    if elsewhere:
-        return f"unknown key here; it belongs to {' or '.join(elsewhere)}"
     return f"unknown key; allowed here: {', '.join(known)}"
 
 
@@ -233,8 +194,3 @@ def _position(problem: Problem, tree: Node) -> tuple[str, int]:
     """Return file and line, to sort problems by."""
     origin = problem.origin or tree.origin
     return origin.source, origin.line or 0
-
-
-def name_here(name: str) -> str | None:
-    """Return what a setting of another trainer is called here, as the rest of a sentence, or None."""
-    return _HERE.get(name.lower().replace("-", "").replace("_", ""))

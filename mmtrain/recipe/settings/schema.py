@@ -64,3 +64,7 @@ class Recipe(Section):
         data = self.data.model_copy(update={"seq_len": group_tokens})
         train = self.train.model_copy(update={"global_batch": num_groups})
         return self.model_copy(update={"data": data, "train": train})
+
+    def with_steps(self, num_steps: int) -> "Recipe":
+        """Return the recipe with the number of steps of its epochs."""
+        return self.model_copy(update={"train": self.train.model_copy(update={"steps": num_steps})})

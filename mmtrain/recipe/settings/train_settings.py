@@ -1,5 +1,6 @@
 """Settings of a recipe's `train`: steps, optimizer, checkpoints, evaluation, and what is trained."""
 
+import math
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -9,6 +10,9 @@ from mmtrain.recipe.settings.base import NOTHING, PositiveFloat, PositiveInt, Se
 
 DecayRate = Annotated[float, Field(ge=0, lt=1)]
 BatchUnit = Literal["samples", "tokens"]
+LearningRateShape = Literal["cosine", "linear", "constant", "wsd", "inverse_sqrt"]
+CooldownShape = Literal["linear", "cosine", "sqrt"]
+DEFAULT_WSD_COOLDOWN = 0.1  # of all steps: MiniCPM (arXiv 2404.06395) finds a tenth enough
 
 
 def batch_size(value: object) -> object:
@@ -37,10 +41,38 @@ class OptimizerSettings(Section):
 
     lr: float = setting(gt=0, affects=NOTHING, description="Peak learning rate.")
     min_lr: float = setting(0.0, ge=0, affects=NOTHING, description="Learning rate at the end of the schedule.")
-    schedule: Literal["cosine", "linear", "constant"] = setting(
-        "cosine", affects=NOTHING, description="Shape of the learning-rate decay after warm-up."
+    schedule: LearningRateShape = setting(
+        "cosine",
+        affects=NOTHING,
+        description="Shape of the learning rate after warm-up. `cosine`, `linear`: it falls to `min_lr` with the last "
+        "step. `constant`. `wsd` (warm-up, stable, decay): constant, then a cool-down. `inverse_sqrt`: it falls with "
+        "the square root of the steps, whatever their number is; the unit is the warm-up, or 10,000 steps.",
     )
     warmup_steps: int = setting(0, ge=0, affects=NOTHING, description="Steps of linear warm-up from 0.")
+    warmup_ratio: float | None = setting(
+        None,
+        ge=0,
+        lt=1,
+        affects=NOTHING,
+        added_later=True,
+        description="Share of all steps that warm up, instead of `warmup_steps`; rounded up.",
+    )
+    cooldown_ratio: float | None = setting(
+        None,
+        ge=0,
+        le=1,
+        affects=NOTHING,
+        added_later=True,
+        description="Share of all steps, the last ones, in which the learning rate falls from where it is to `min_lr`; "
+        "rounded up. For `wsd`, `constant` and `inverse_sqrt`, since the others fall anyway. Default: 0.1 for `wsd`, "
+        "else none.",
+    )
+    cooldown: CooldownShape = setting(
+        "linear",
+        affects=NOTHING,
+        added_later=True,
+        description="Shape of the cool-down. `sqrt`: 1 minus the square root of its progress, which falls fast first.",
+    )
     betas: tuple[DecayRate, DecayRate] = setting(
         (0.9, 0.95), affects=NOTHING, description="Decay rates of Adam's two moments, each in [0, 1)."
     )
@@ -57,6 +89,36 @@ class OptimizerSettings(Section):
     clip_norm: float | None = setting(
         1.0, gt=0, affects=NOTHING, description="Clip the global gradient norm to this value. null: do not clip."
     )
+
+    @model_validator(mode="after")
+    def _check_schedule(self) -> Self:
+        problems = []
+        if self.warmup_ratio is not None and self.warmup_steps:
+            problems.append(
+                f"warmup_ratio: found {self.warmup_ratio:g} beside warmup_steps {self.warmup_steps}; allowed: one of "
+                "both. Set the other to null or 0"
+            )
+        if self.cooldown_ratio is not None and self.schedule in ("cosine", "linear"):
+            problems.append(
+                f"cooldown_ratio: found {self.cooldown_ratio:g} with schedule {self.schedule}, which falls to min_lr "
+                "anyway; allowed with wsd, constant and inverse_sqrt"
+            )
+        if (self.warmup_ratio or 0) + (self.cooldown_ratio or 0) > 1:
+            problems.append("cooldown_ratio: with warmup_ratio it is more than all steps; allowed: at most 1 together")
+        return self._without(problems)
+
+    def num_warmup_steps(self, num_steps: int) -> int:
+        """Return how many of `num_steps` steps warm up."""
+        if self.warmup_ratio is None:
+            return self.warmup_steps
+        return math.ceil(round(num_steps * self.warmup_ratio, 9))  # not 4 for 30 * 0.1
+
+    def num_cooldown_steps(self, num_steps: int) -> int:
+        """Return how many of `num_steps` steps, the last ones, cool down."""
+        ratio = self.cooldown_ratio
+        if ratio is None:
+            ratio = DEFAULT_WSD_COOLDOWN if self.schedule == "wsd" else 0.0
+        return min(math.ceil(round(num_steps * ratio, 9)), num_steps - min(num_steps, self.num_warmup_steps(num_steps)))
 
 
 class CheckpointSettings(Section):
@@ -139,7 +201,17 @@ KernelSetting = Literal["auto", "torch", "fused"]
 class TrainSettings(Section):
     """The training run."""
 
-    steps: PositiveInt = setting(affects=NOTHING, description="Number of optimizer steps.")
+    steps: PositiveInt | None = setting(
+        None, affects=NOTHING, description="Number of optimizer steps. Either this or `epochs`."
+    )
+    epochs: PositiveFloat | None = setting(
+        None,
+        affects=NOTHING,
+        added_later=True,
+        description="Passes over the data, instead of `steps`: as many steps as they take. An epoch is then a whole "
+        "number of steps and uses each sample as often as its `weight` says; some groups of its last step hold fewer "
+        "samples. A finished run goes on with more.",
+    )
     global_batch: BatchSize = setting(
         affects={"plan", "steps", "resume"},
         description="One optimizer step, over all replicas: a number of groups (packed sequences), or `{samples: N}` "
@@ -264,6 +336,12 @@ class TrainSettings(Section):
         "torch's. `fused`: those of liger-kernel, one for each operation; they need a CUDA device. `auto`: `fused` "
         "where they can run. `mmtrain doctor` and the start of a run say which are used.",
     )
+
+    @property
+    def num_steps(self) -> int:
+        """Return the number of optimizer steps. A recipe that states epochs gets it by `Recipe.with_steps`."""
+        assert self.steps is not None, "the steps of the epochs are not counted yet"
+        return self.steps
 
     @property
     def num_groups(self) -> int:

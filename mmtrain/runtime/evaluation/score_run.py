@@ -256,7 +256,7 @@ def _load_recipe(run_dir: Path) -> Recipe:
 def _require_checkpoint(root: Path, recipe: Recipe) -> None:
     if not find(root):
         every = recipe.train.checkpoint.every
-        first = f"after step {min(every, recipe.train.steps)}" if every else "at the end of training"
+        first = f"after step {min(every, recipe.train.steps or every)}" if every else "at the end of training"
         raise CheckpointError(f"{root}: no checkpoint yet; training writes the first one {first}")
 
 

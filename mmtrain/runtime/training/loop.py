@@ -32,7 +32,7 @@ class Loop:
         Only some ranks may have received the signal. It travels with the metrics that the ranks exchange in every
         step, so that all of them leave after the same one.
         """
-        num_steps = self.rank_context.recipe.train.steps
+        num_steps = self.rank_context.recipe.train.num_steps
         for step in range(first_step, num_steps):
             ctx = StepContext(step, num_steps)
             self._run_step(ctx)

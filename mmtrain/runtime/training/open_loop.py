@@ -13,6 +13,7 @@ from mmtrain.data import BadSampleTracker, Loader, StepRequest, read_quarantine
 from mmtrain.planning.artifact.plan import Plan
 from mmtrain.program import LLM
 from mmtrain.report import RunLog, open_progress
+from mmtrain.report.epoch_text import duration_text
 from mmtrain.report.trackers import TrackerFeeds
 from mmtrain.runtime.evaluation.plugin_metrics import find_metrics
 from mmtrain.runtime.evaluation.qa_eval import build_held_out_evaluation
@@ -61,13 +62,17 @@ def open_loop(run: RankRun) -> Iterator[Loop]:
     validation = Validation(rank_context, recipe.train.validate_every) if recipe.train.validate_every else None
     of_peak = f"MFU is the share of {reducer.peak_flops:.3g} FLOP/s, {world.size} x {run.plan.hardware}"
     session.console.print(of_peak, highlight=False)
+    if first_step:
+        left_s = (recipe.train.num_steps - first_step) * run.plan.predicted.step_time_s
+        text = f"{recipe.train.num_steps - first_step:,} of {recipe.train.num_steps:,} steps are left"
+        session.console.print(f"{text}, predicted to take {duration_text(left_s)}", highlight=False)
     session.stop.save_from_now_on()  # all ranks have come here, and the first step takes seconds
     rank_context.faults.start(world.rank)
     notify = partial(_print_of_rank, world.rank)
     with (
         contextlib.ExitStack() as stack,
         RunLog(session.request.run_dir, first_step + 1, world.is_first, notify) as log,
-        open_progress(session.console, recipe.name, recipe.train.steps, first_step + 1) as progress,
+        open_progress(session.console, recipe.name, recipe.train.num_steps, first_step + 1) as progress,
         _make_loader(run) as loader,
         _prefetch(run, loader) as steps,
     ):
@@ -150,7 +155,7 @@ def _profiling(run: RankRun, records: RunRecords) -> tuple[StepHook, ...]:
 def _plugin_hooks(run: RankRun) -> list[StepHook]:
     recipe, world = run.rank_context.recipe, run.rank_context.world
     settings = flatten_settings(recipe)
-    seen = HookRun(run.session.request.run_dir, world.rank, world.size, recipe.train.steps, settings)
+    seen = HookRun(run.session.request.run_dir, world.rank, world.size, recipe.train.num_steps, settings)
     return [PluginHook(plugin, seen) for plugin in find_hooks(recipe.train.hooks)]
 
 

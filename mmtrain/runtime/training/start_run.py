@@ -180,8 +180,9 @@ def describe_changed_facts(before: Mapping[str, object], now: Mapping[str, objec
 
 _GROUPING_VERSION = "data.grouping_version"
 _GROUPING_VERSION_HINT = " (mmtrain groups the same samples into other steps now: continue with the mmtrain of then)"
-# Missing facts have a meaning: no LoRA; version 1 of a grouping method.
-_OPTIONAL_FACTS = ("train.lora", _GROUPING_VERSION)
+# Missing facts have a meaning: no LoRA; version 1 of a grouping method; `train.steps` instead of `train.epochs`.
+_WHOLE_EPOCHS = "train.epochs is set"
+_OPTIONAL_FACTS = ("train.lora", _GROUPING_VERSION, _WHOLE_EPOCHS)
 
 
 def _is_encoder_position(key: str) -> bool:
@@ -205,6 +206,8 @@ def resume_facts(recipe: Recipe, index: DataIndex) -> dict[str, object]:
     facts["train"]["freeze"] = " ".join(recipe.train.freeze)
     if recipe.train.lora is not None:
         facts["train"]["lora"] = str(recipe.train.lora)
+    if recipe.train.epochs is not None:  # then they end with steps; their number may change
+        facts["train"][_WHOLE_EPOCHS.removeprefix("train.")] = True
     for folder in start_folders(recipe):  # it may move, but must hold the same model
         *sections, name = folder.keys
         reduce(getitem, sections, facts)[name] = read_model_folder(folder.path).config_sha256

@@ -4,9 +4,12 @@ import contextlib
 from dataclasses import replace
 from pathlib import Path
 
+from mmtrain.data.stream.count_steps import estimate_epoch, with_counted_steps
 from mmtrain.errors import LaunchError, StoppedAndSaved
+from mmtrain.planning.artifact.plan import Plan
 from mmtrain.recipe import Recipe
 from mmtrain.report import read_metrics
+from mmtrain.report.epoch_text import epoch_text
 from mmtrain.report.runlog import run_summary
 from mmtrain.report.trackers import require_trackers
 from mmtrain.report.trackers.redaction import Redactor
@@ -123,12 +126,31 @@ def train_rank(request: TrainRequest, address: Address) -> None:
             session.activity.start(PLANNING if session.world.is_first else AWAITING_PLAN)
             chosen = choose_plan(request, session.patient_world, session.index)
             session = replace(session, request=replace(session.request, chosen_plan=chosen.plan))
+            session = _with_counted_steps(session, chosen.plan)
             checkpoint = train_on_plan(session, chosen)
             if checkpoint is None and session.world.is_first:
                 _print_summary(session, chosen)
         leave()
     if checkpoint:
         raise StoppedAndSaved(f"stopped by a signal and saved {checkpoint}; continue with --resume")
+
+
+def _with_counted_steps(session: RankSession, plan: Plan) -> RankSession:
+    """Return the session of a recipe that states epochs with the number of its steps, which rank 0 counts.
+
+    It says what an epoch and the run are.
+    """
+    recipe, index = session.request.recipe, session.index
+
+    def count() -> int:
+        return with_counted_steps(recipe, index).train.num_steps
+
+    num_steps: int = session.patient_world.on_first(count) if recipe.train.steps is None else recipe.train.steps
+    if session.world.is_first:
+        epoch = estimate_epoch(recipe, index.lengths)
+        text = epoch_text(epoch.steps, epoch.samples_per_step, num_steps, plan.predicted.step_time_s)
+        session.console.print(text, highlight=False, soft_wrap=True)
+    return replace(session, request=replace(session.request, num_steps=num_steps))
 
 
 def _print_summary(session: RankSession, chosen: ChosenPlan) -> None:

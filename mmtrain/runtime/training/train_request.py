@@ -51,13 +51,16 @@ class TrainRequest:
     force_unlock: bool = False  # take the folder from a run that owns it
     mixed_devices: bool = False  # ranks have GPUs of several kinds, and `hardware` is the slowest of them
     chosen_plan: Plan | None = None  # the first plan of the run in this process, once it is known
+    num_steps: int | None = None  # of a recipe that states epochs, once groups are counted
     faults: FaultPoints = field(default_factory=FaultPoints)
 
     @property
     def recipe(self) -> Recipe:
         """The recipe that is trained, with the number and the size of groups once a plan is chosen."""
         recipe = self.loaded.recipe
-        return recipe if self.chosen_plan is None else with_planned_groups(recipe, self.chosen_plan)
+        if self.chosen_plan is not None:
+            recipe = with_planned_groups(recipe, self.chosen_plan)
+        return recipe if self.num_steps is None else recipe.with_steps(self.num_steps)
 
     @property
     def recipe_sha256(self) -> str:
