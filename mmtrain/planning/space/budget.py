@@ -97,7 +97,7 @@ class PartitionBudget:
     # others: ratios of steps and of first batches differ by less than 1% (recipes/whatif).
     max_first_batch_ratio: float = 1.02
     # Forwards and backwards of a layout beyond which it is not simulated just to be ranked: of internvl_26b's first six
-    # layouts, two with 6,144 and 24,576 of them took a fifth of the search.
+    # layouts, three with 6,144 to 24,576 of them took a quarter of the planner's time.
     max_passes_of_ranked: int = 4_000
     num_estimated_replica_groups: int = 2  # those of a batch with most work stand for all; chosen by hand
 
