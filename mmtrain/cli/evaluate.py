@@ -66,6 +66,15 @@ def evaluate(
         Path | None,
         typer.Option(metavar="DIR", help="Folder for drawn images. Default: samples in RUN.", show_default=False),
     ] = None,
+    metric: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Score by this metric, too: contains, anls, f1, wer, 'regex=PATTERN', or a plug-in. Repeatable. "
+            "Default: train.metrics of the run's recipe.",
+            show_default=False,
+        ),
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -93,10 +102,13 @@ def evaluate(
 
     if out is not None:
         require_writable("--out", out, "answers")
+    metrics = tuple(metric) if metric else None
     drawing = DrawingRequest(draw, steps, guidance, seed, samples)
     show = partial(_show, as_json)
     evaluate_run(
-        EvaluateRequest(run, plan_for_started_ranks, show, limit, blank_images, ranks, drawing, max_new_tokens, out)
+        EvaluateRequest(
+            run, plan_for_started_ranks, show, limit, blank_images, ranks, drawing, max_new_tokens, out, metrics
+        )
     )
 
 

@@ -138,10 +138,15 @@ def evaluated(
     blank_images: bool = False,
     drawing: DrawingRequest = DEFAULT_DRAWING,
     out: Path | None = None,
+    metrics: tuple[str, ...] | None = None,
 ) -> EvaluationResult:
     """Evaluate as `mmtrain evaluate` does, in this process alone."""
     results: list[EvaluationResult] = []
-    run(EvaluateRequest(run_dir, _no_plan, results.append, limit, blank_images, drawing=drawing, out=out))
+    run(
+        EvaluateRequest(
+            run_dir, _no_plan, results.append, limit, blank_images, drawing=drawing, out=out, metrics=metrics
+        )
+    )
     [result] = results
     return result
 

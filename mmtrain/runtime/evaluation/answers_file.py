@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Self
 
 from mmtrain.durable_files import disk_errors_named, file_named
+from mmtrain.runtime.evaluation.metrics import Metric
 from mmtrain.runtime.evaluation.qa_eval import AnsweredRound, HeldOutQuestion, QuestionAnswerer, asked_text
+from mmtrain.runtime.evaluation.text_metrics import TextMetric, exact
 from mmtrain.runtime.world import World
 
 
@@ -68,10 +70,20 @@ class AnswerRecorder:
     """Scores the answers of each round and writes them on the first rank; all ranks call it together."""
 
     def __init__(
-        self, path: Path, answerer: QuestionAnswerer, right: Mapping[HeldOutQuestion, str], world: World
+        self,
+        path: Path,
+        answerer: QuestionAnswerer,
+        right: Mapping[HeldOutQuestion, str],
+        metrics: Sequence[Metric],
+        world: World,
     ) -> None:
-        """Open the file at `path`. right: the answers of a perfect model. Raises RunError on all ranks."""
+        """Open the file at `path`. right: the answers of a perfect model. Raises RunError on all ranks.
+
+        Lines have the scores of exact matches and of `metrics`, but for plug-ins, which score all answers together.
+        """
         self._path, self._answerer, self._right, self._world = path, answerer, right, world
+        texts = [metric for metric in metrics if isinstance(metric, TextMetric) and metric.name != "exact"]
+        self._metrics = [TextMetric("exact", exact), *texts]
         self._file: AnswersFile | None = None
         world.on_first(self._open)
 
@@ -101,6 +113,6 @@ class AnswerRecorder:
             media=tuple(map(str, question.media)),
             expected=expected,
             answer=answer,
-            score={"exact": float(answer == expected)},
+            score={metric.name: metric.score([(expected, answer)]) for metric in self._metrics},
             tokens=len(ids),
         )

@@ -37,9 +37,11 @@ from mmtrain.report.evaluation_result import MEDIA_KINDS, AnsweredQuestion, Eval
 from mmtrain.runtime.evaluation.answers_file import AnswerRecorder
 from mmtrain.runtime.evaluation.drawer import Drawer
 from mmtrain.runtime.evaluation.generate import load_generator
+from mmtrain.runtime.evaluation.metrics import Metric, find_metrics, score_answers
 from mmtrain.runtime.evaluation.qa_eval import (
     NO_TEMPLATE,
     AnsweredRound,
+    GivenAnswer,
     HeldOutQuestion,
     QuestionAnswerer,
     RoundListener,
@@ -93,6 +95,7 @@ class EvaluateRequest:
     drawing: DrawingRequest = DEFAULT_DRAWING
     max_new_tokens: int | None = None  # of an answer; None: see `QuestionAnswerer`
     out: Path | None = None  # for a line of JSON an answer
+    metrics: tuple[str, ...] | None = None  # names; None: those of the recipe
 
 
 def run(request: EvaluateRequest) -> None:
@@ -110,6 +113,7 @@ def run(request: EvaluateRequest) -> None:
     cannot hold the model.
     """
     recipe = _load_recipe(request.run_dir)
+    _find_metrics(request, recipe)  # refuses what is none, before ranks start
     choose_options(request.drawing, recipe.model.generator)  # refuses what it cannot draw, before ranks start
     _require_checkpoint(request.run_dir / CHECKPOINTS_FOLDER, recipe)
     address = find_launched_world(request.ranks)
@@ -156,12 +160,13 @@ def _evaluate(request: EvaluateRequest, recipe: Recipe, world: World) -> None:
     generator = load_generator(recipe, layout, world, checkpoint, tokenizer)
     answerer = QuestionAnswerer(generator, recipe, tokenizer, index, world, request.max_new_tokens)
 
+    metrics = _find_metrics(request, recipe)
     questions = select_questions(index, request.limit)
     right = answerer.right_answers(questions)
     with contextlib.ExitStack() as open_files:
         record: RoundListener = ignore_round
         if request.out is not None:
-            record = open_files.enter_context(AnswerRecorder(request.out, answerer, right, world)).record
+            record = open_files.enter_context(AnswerRecorder(request.out, answerer, right, metrics, world)).record
         answers, bad = _ask(answerer, questions, world, blank=request.blank_images, record=record)
     drawings = None
     if recipe.model.generator is not None:
@@ -176,7 +181,15 @@ def _evaluate(request: EvaluateRequest, recipe: Recipe, world: World) -> None:
         blanked = answers | _ask(answerer, with_media, world, blank=True)[0]
     if world.is_first:
         templates = score(answers, blanked, right, _training_answers(recipe, tokenizer), tokenizer.final_text)
-        request.show(EvaluationResult(checkpoint.step, templates, _examples(answers, right), drawings))
+        given = [GivenAnswer(question, right[question], answer) for question, answer in answers.items()]
+        scores = score_answers(metrics, given) if given else {}
+        request.show(EvaluationResult(checkpoint.step, templates, _examples(answers, right), drawings, scores))
+
+
+def _find_metrics(request: EvaluateRequest, recipe: Recipe) -> list[Metric]:
+    if request.metrics is None:
+        return find_metrics(recipe.train.metrics)
+    return find_metrics(request.metrics, "--metric")
 
 
 def _ask(
