@@ -219,6 +219,7 @@ def evaluate(
     blank_images: bool = False,
     max_new_tokens: int | None = None,
     draw: int | None = None,
+    out: str | Path | None = None,
 ) -> "EvaluationResult":
     """Score a run's newest good checkpoint on held-out questions, as `mmtrain evaluate` does.
 
@@ -229,12 +230,14 @@ def evaluate(
         blank_images: replace images by gray and audio by silence.
         max_new_tokens: of an answer; by default 8 more than the longest right answer.
         draw: most held-out captions to draw, for a model with a generator.
+        out: file for the answers, one line of JSON each, written as they come.
 
     Raises:
         UserError: the folder is none of a run, or its recipe has no held-out data.
         CheckpointError: no checkpoint is good.
     """
-    return run_in_own_process(_evaluate, _folder(run), limit, ranks, blank_images, max_new_tokens, draw)
+    path = None if out is None else Path(out)
+    return run_in_own_process(_evaluate, _folder(run), limit, ranks, blank_images, max_new_tokens, draw, path)
 
 
 def verify(
@@ -331,7 +334,13 @@ def _train(path: Path, overrides: Sequence[str], run_dir: Path | None, options: 
 
 
 def _evaluate(
-    folder: Path, limit: int | None, ranks: int, blank_images: bool, max_new_tokens: int | None, draw: int | None
+    folder: Path,
+    limit: int | None,
+    ranks: int,
+    blank_images: bool,
+    max_new_tokens: int | None,
+    draw: int | None,
+    out: Path | None,
 ) -> "EvaluationResult":
     from mmtrain.api.plans import plan_for_started_ranks
     from mmtrain.runtime.evaluation.score_drawings import DrawingRequest
@@ -342,7 +351,9 @@ def _evaluate(
     with tempfile.TemporaryDirectory(prefix="mmtrain-") as results:
         show = partial(_save, Path(results, "result"))  # on the first rank, a process of its own
         evaluate_run(
-            EvaluateRequest(folder, plan_for_started_ranks, show, limit, blank_images, ranks, drawing, max_new_tokens)
+            EvaluateRequest(
+                folder, plan_for_started_ranks, show, limit, blank_images, ranks, drawing, max_new_tokens, out
+            )
         )
         return _saved(Path(results, "result"))
 

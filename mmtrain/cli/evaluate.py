@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mmtrain.cli.options import AsJson, RunFolder
+from mmtrain.cli.options import AsJson, RunFolder, require_writable
 
 if TYPE_CHECKING:
     from mmtrain.report import EvaluationResult
@@ -66,6 +66,24 @@ def evaluate(
         Path | None,
         typer.Option(metavar="DIR", help="Folder for drawn images. Default: samples in RUN.", show_default=False),
     ] = None,
+    metric: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Score by this metric, too: contains, anls, f1, wer, 'regex=PATTERN', or a plug-in. Repeatable. "
+            "Default: train.metrics of the run's recipe.",
+            show_default=False,
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="File for the answers, one line of JSON each, written as they come: id, question, media, expected, "
+            "answer, score, tokens.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Score a trained model on held-out questions.
@@ -82,10 +100,15 @@ def evaluate(
     from mmtrain.runtime.evaluation.score_run import EvaluateRequest
     from mmtrain.runtime.evaluation.score_run import run as evaluate_run
 
+    if out is not None:
+        require_writable("--out", out, "answers")
+    metrics = tuple(metric) if metric else None
     drawing = DrawingRequest(draw, steps, guidance, seed, samples)
     show = partial(_show, as_json)
     evaluate_run(
-        EvaluateRequest(run, plan_for_started_ranks, show, limit, blank_images, ranks, drawing, max_new_tokens)
+        EvaluateRequest(
+            run, plan_for_started_ranks, show, limit, blank_images, ranks, drawing, max_new_tokens, out, metrics
+        )
     )
 
 

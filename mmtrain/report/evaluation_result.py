@@ -9,7 +9,7 @@ Of a model with a generator: what it drew of held-out captions, and how well it 
 import io
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from html import escape
 
 from rich.console import Console
@@ -124,6 +124,7 @@ class EvaluationResult:
     templates: tuple[TemplateScore, ...]
     examples: tuple[AnsweredQuestion, ...]
     drawings: DrawingResult | None = None  # of a model with a generator
+    metrics: dict[str, float] = field(default_factory=dict)  # of all answers, by the names of `train.metrics`
 
     @property
     def total(self) -> TemplateScore:
@@ -234,6 +235,9 @@ def _sentences(result: EvaluationResult) -> list[str]:
         sentences.append(
             f"{_percent(result.gap_closed)} of the gap between the most frequent answers and 100% is closed."
         )
+    if result.metrics:
+        scores = ", ".join(f"{name} {score:.4f}" for name, score in result.metrics.items())
+        sentences.append(f"Of all answers: {scores}.")
     with_media = result.with_media
     if with_media.questions:
         sentences.append(

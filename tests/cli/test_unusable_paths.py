@@ -29,7 +29,7 @@ COMMANDS = {
     ],
     "verify": [["{path}"], ["{demo}", "--plan", "{path}"]],
     "report": [["{path}"], ["{demo}", "--plan", "{path}"], ["{demo}", "--out", "{path}"]],
-    "evaluate": [["{path}"]],
+    "evaluate": [["{path}"], ["run", "--out", "{path}"]],
     "export": [["{path}", "--out", "exported"], ["run", "--out", "{path}"]],
     "inspect": [["{path}"]],
     "recipes copy": [["demo", "--out", "{path}"]],

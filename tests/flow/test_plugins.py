@@ -85,7 +85,7 @@ def test_a_run_with_every_plugin_of_the_example(data: Path, installed: Path, tmp
         f"data.tokenizer={data}/tokenizer.json",
         "train.loggers=[csv]",
         "train.hooks=[loss_ratio]",
-        "train.metrics=[first_letter, 'mmtrain_example:first_letter']",
+        "train.metrics=[first_letter, 'mmtrain_example:first_letter', anls, exact]",
         "train.evaluate_every=3",
         "train.evaluate_questions=4",
         "train.optimizer.schedule=constant",
@@ -100,6 +100,8 @@ def test_a_run_with_every_plugin_of_the_example(data: Path, installed: Path, tmp
     steps = read_metrics(run_dir)
     assert [step["extra"]["loss_ratio"] for step in steps] == [step["loss"] / steps[0]["loss"] for step in steps]
     assert ["val_first_letter" in step["extra"] for step in steps] == [False, False, True] * 2
+    assert ["val_anls" in step["extra"] for step in steps] == [False, False, True] * 2
+    assert not any("val_exact" in step["extra"] for step in steps), "it is a figure of its own"
     rows = [line.split(",") for line in (run_dir / "steps.csv").read_text().splitlines()]
     assert [(int(step), float(loss)) for step, loss in rows] == [(step["step"], step["loss"]) for step in steps]
     assert (run_dir / "steps.end").read_text() == "done"

@@ -133,11 +133,20 @@ def run_folder(folder: Path, settings: Recipe, units: dict[str, StageModule] | N
 
 
 def evaluated(
-    run_dir: Path, limit: int | None = None, blank_images: bool = False, drawing: DrawingRequest = DEFAULT_DRAWING
+    run_dir: Path,
+    limit: int | None = None,
+    blank_images: bool = False,
+    drawing: DrawingRequest = DEFAULT_DRAWING,
+    out: Path | None = None,
+    metrics: tuple[str, ...] | None = None,
 ) -> EvaluationResult:
     """Evaluate as `mmtrain evaluate` does, in this process alone."""
     results: list[EvaluationResult] = []
-    run(EvaluateRequest(run_dir, _no_plan, results.append, limit, blank_images, drawing=drawing))
+    run(
+        EvaluateRequest(
+            run_dir, _no_plan, results.append, limit, blank_images, drawing=drawing, out=out, metrics=metrics
+        )
+    )
     [result] = results
     return result
 

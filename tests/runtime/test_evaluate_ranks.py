@@ -56,6 +56,7 @@ def _evaluate(
     port: int,
     ranks: int = 1,
     drawing: DrawingRequest = DEFAULT_DRAWING,
+    out: Path | None = None,
 ) -> tuple[list[EvaluationResult], str]:
     """Evaluate as one rank that torchrun started; return its output and messages."""
     place = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "MASTER_PORT": port}
@@ -64,7 +65,7 @@ def _evaluate(
     shown: list[EvaluationResult] = []
     with contextlib.redirect_stderr(io.StringIO()) as said:
         try:
-            run(EvaluateRequest(run_dir, _plan, shown.append, ranks=ranks, drawing=drawing))
+            run(EvaluateRequest(run_dir, _plan, shown.append, ranks=ranks, drawing=drawing, out=out))
         except MmtrainError as e:
             print(e, file=said)
     return shown, said.getvalue()
@@ -89,8 +90,12 @@ def test_ranks_score_together_what_one_scores(
     settings = load_recipe(folder / RECIPE_FILE).recipe
     training = plan(settings, **meshes).model_copy(update={"recipe_sha256": recipe_fingerprint(settings)})
     training.save(folder / PLAN_FILE)
-    (first, said), *others = fork_ranks(num_ranks, _evaluate, folder, free_port())
-    assert first == [evaluated(folder)]
+    outs = tmp_path / "by ranks.jsonl", tmp_path / "by one.jsonl"
+    (first, said), *others = fork_ranks(num_ranks, _evaluate, folder, free_port(), 1, DEFAULT_DRAWING, outs[0])
+    assert first == [evaluated(folder, out=outs[1])]
+    by_ranks, by_one = (sorted(out.read_text().splitlines()) for out in outs)
+    assert by_ranks == by_one
+    assert len(by_one) == 4
     assert said.startswith(says)
     assert others == [([], "")] * (num_ranks - 1), "one rank speaks"
 

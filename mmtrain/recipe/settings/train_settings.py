@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from mmtrain.recipe.settings.base import NOTHING, PositiveFloat, PositiveInt, Section, setting
+from mmtrain.recipe.settings.metric_names import MetricNames
 
 DecayRate = Annotated[float, Field(ge=0, lt=1)]
 BatchUnit = Literal["samples", "tokens"]
@@ -276,11 +277,12 @@ class TrainSettings(Section):
         affects=NOTHING,
         description="Plug-ins to run around each step, as names in the group `mmtrain.hooks` or as `module:function`.",
     )
-    metrics: tuple[PluginName, ...] = setting(
+    metrics: MetricNames = setting(
         (),
         affects=NOTHING,
-        description="Plug-ins that score the answers of `evaluate_every`, as names in the group `mmtrain.metrics` or "
-        "as `module:function`.",
+        description="What scores the answers of `evaluate_every` and of `mmtrain evaluate`, beside exact matches: "
+        "`contains`, `anls`, `f1`, `wer`, `regex=PATTERN`. Others are plug-ins: a name in the group `mmtrain.metrics`, "
+        "or `module:function`.",
     )
     max_nonfinite_steps: PositiveInt = setting(
         10,

@@ -135,6 +135,21 @@ def evenly_spaced(items: Sequence[T], count: int) -> list[T]:
     return [items[i * len(items) // count] for i in range(count)]
 
 
+@dataclass(frozen=True)
+class AnsweredRound:
+    """What the model generated in one round of batches."""
+
+    num_questions: int  # that were asked, those with broken media included
+    tokens: dict[HeldOutQuestion, list[int]]  # of the answers
+
+
+RoundListener = Callable[[AnsweredRound], None]
+
+
+def ignore_round(answered: AnsweredRound) -> None:
+    """Do nothing with the answers of a round."""
+
+
 class QuestionAnswerer:
     """Lets a model answer whose stages lie on all ranks; every rank asks the same and gets all answers."""
 
@@ -157,14 +172,19 @@ class QuestionAnswerer:
         self._index, self._world = index, world
 
     def answer(
-        self, questions: Sequence[HeldOutQuestion], *, blank: bool
+        self, questions: Sequence[HeldOutQuestion], *, blank: bool, listener: RoundListener = ignore_round
     ) -> tuple[dict[HeldOutQuestion, str], list[Quarantined]]:
         """Return what the model answers behind its thoughts, as text; with `blank`, images and clips are zeros.
 
-        Questions whose media cannot be decoded are left out of the answers and returned with the reason.
+        Questions whose media cannot be decoded are left out of the answers and returned with the reason. `listener`
+        hears of each round on every rank.
         """
-        tokens, bad = self.generate(questions, blank=blank)
-        return {question: self._tokenizer.final_answer(ids) for question, ids in tokens.items()}, bad
+        tokens, bad = self.generate(questions, blank=blank, listener=listener)
+        return {question: self.text(ids) for question, ids in tokens.items()}, bad
+
+    def text(self, ids: Sequence[int]) -> str:
+        """Return the text of generated tokens, without thoughts in front of the answer."""
+        return self._tokenizer.final_answer(ids)
 
     def right_answers(self, questions: Sequence[HeldOutQuestion]) -> dict[HeldOutQuestion, str]:
         """Return the right answers as `answer` would return them of a model that generates what it was trained on.
@@ -180,7 +200,7 @@ class QuestionAnswerer:
         return right
 
     def generate(
-        self, questions: Sequence[HeldOutQuestion], *, blank: bool
+        self, questions: Sequence[HeldOutQuestion], *, blank: bool, listener: RoundListener = ignore_round
     ) -> tuple[dict[HeldOutQuestion, list[int]], list[Quarantined]]:
         """Return the model's answers as token ids; otherwise as `answer`."""
         lengths = prompt_lengths(self._index, self._tokenizer, questions)
@@ -191,28 +211,41 @@ class QuestionAnswerer:
         limits = self._answer_limits(numbers, lengths)
         sizes = [int(lengths.tokens[number]) + limits[number] for number in numbers]
         builder = _PromptBuilder(self._index, self._recipe, self._generator, self._tokenizer, blank)
-        tokens: dict[int, list[int]] = {}  # of this rank's samples
+        asked = {question.number: question for question in questions}
+        answers: dict[HeldOutQuestion, list[int]] = {}
         bad: dict[tuple[str, int], Quarantined] = {}
         dp, num_microbatches = self._generator.dp, self._generator.num_microbatches
         batches_per_round = dp[LLM] * num_microbatches[LLM]
         for batches in batch_by_length(sizes, batches_per_round, MAX_GENERATION_MICROBATCH_TOKENS):
+            if not any(batches):  # a sequence beyond the limit takes the place of several rounds
+                continue
             samples = [np.array([numbers[i] for i in batch], dtype=np.int64) for batch in batches]
             data = builder.build(assign(0, 0, samples, lengths, dp, num_microbatches))
-            bad |= {(entry.source, entry.index): entry for entry in data.quarantined}
             longest = max(limits[int(number)] for batch in samples for number in batch)
-            answers_of_round = self._generator.generate(data, longest, prompts)
-            tokens |= {number: ids[: limits[number]] for number, ids in answers_of_round.items()}
+            answers_of_rank = self._generator.generate(data, longest, prompts)
+            tokens, bad_of_round = self._gather(answers_of_rank, data.quarantined)
+            bad |= bad_of_round
+            answers_of_round = {
+                asked[number]: ids[: limits[number]]
+                for number, ids in sorted(tokens.items())
+                if (asked[number].sample.source, asked[number].sample.index) not in bad_of_round
+            }
+            answers |= answers_of_round
+            listener(AnsweredRound(sum(map(len, samples)), answers_of_round))
+        in_order = {question: answers[question] for question in questions if question in answers}
+        return in_order, [bad[key] for key in sorted(bad)]
+
+    def _gather(
+        self, tokens: dict[int, list[int]], quarantined: Sequence[Quarantined]
+    ) -> tuple[dict[int, list[int]], dict[tuple[str, int], Quarantined]]:
+        """Return the answers of a round and its unusable samples, of all ranks."""
         self._generator.activity.start(ANSWERING)
+        bad = {(entry.source, entry.index): entry for entry in quarantined}
         for rank_result in self._world.all_gather((tokens, bad)):
             rank_tokens, rank_bad = cast(tuple[dict[int, list[int]], dict[tuple[str, int], Quarantined]], rank_result)
             tokens = tokens | rank_tokens
             bad = bad | rank_bad
-        answers = {
-            question: tokens[question.number]
-            for question in questions
-            if (question.sample.source, question.sample.index) not in bad
-        }
-        return answers, [bad[key] for key in sorted(bad)]
+        return tokens, bad
 
     def _answer_limits(self, numbers: Sequence[int], lengths: SampleLengths) -> dict[int, int]:
         """Return the most tokens of the answer to each question; `lengths` are those of their prompts."""

@@ -5,6 +5,7 @@ template writes it, apart from thoughts in front of it and surrounding space. An
 builds and loads its own stages only.
 """
 
+import contextlib
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,6 +14,8 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress
 
 from mmtrain.balance import SampleLengths
 from mmtrain.checkpoint import find, open_newest_good
@@ -31,13 +34,19 @@ from mmtrain.planning.artifact.plan_files import load_plan, with_planned_groups
 from mmtrain.recipe import Recipe, recipe_fingerprint
 from mmtrain.recipe.settings.parallel_settings import LlmParallel, ParallelSettings
 from mmtrain.report.evaluation_result import MEDIA_KINDS, AnsweredQuestion, EvaluationResult, TemplateScore
+from mmtrain.runtime.evaluation.answers_file import AnswerRecorder
 from mmtrain.runtime.evaluation.drawer import Drawer
 from mmtrain.runtime.evaluation.generate import load_generator
+from mmtrain.runtime.evaluation.metrics import Metric, find_metrics, score_answers
 from mmtrain.runtime.evaluation.qa_eval import (
     NO_TEMPLATE,
+    AnsweredRound,
+    GivenAnswer,
     HeldOutQuestion,
     QuestionAnswerer,
+    RoundListener,
     evenly_spaced,
+    ignore_round,
     select_questions,
 )
 from mmtrain.runtime.evaluation.score_drawings import (
@@ -85,6 +94,8 @@ class EvaluateRequest:
     ranks: int = 1  # processes to start where no launcher has started any
     drawing: DrawingRequest = DEFAULT_DRAWING
     max_new_tokens: int | None = None  # of an answer; None: see `QuestionAnswerer`
+    out: Path | None = None  # for a line of JSON an answer
+    metrics: tuple[str, ...] | None = None  # names; None: those of the recipe
 
 
 def run(request: EvaluateRequest) -> None:
@@ -95,11 +106,14 @@ def run(request: EvaluateRequest) -> None:
     Evaluates in the processes that a launcher has started, or starts its own. With `blank_images` the model gets zeros
     in place of every image and clip. Damaged checkpoints and unusable samples are reported on stderr and passed over.
 
+    With `out`, the answers are written to that file after each round of batches.
+
     Raises UserError if `run_dir` is no run, if its recipe has no held-out data or if it cannot draw as asked. Raises
     CheckpointError if no checkpoint is good, TooManyBadSamples above `data.max_bad_rate`, and PlanError if the ranks
     cannot hold the model.
     """
     recipe = _load_recipe(request.run_dir)
+    _find_metrics(request, recipe)  # refuses what is none, before ranks start
     choose_options(request.drawing, recipe.model.generator)  # refuses what it cannot draw, before ranks start
     _require_checkpoint(request.run_dir / CHECKPOINTS_FOLDER, recipe)
     address = find_launched_world(request.ranks)
@@ -146,7 +160,14 @@ def _evaluate(request: EvaluateRequest, recipe: Recipe, world: World) -> None:
     generator = load_generator(recipe, layout, world, checkpoint, tokenizer)
     answerer = QuestionAnswerer(generator, recipe, tokenizer, index, world, request.max_new_tokens)
 
-    answers, bad = answerer.answer(select_questions(index, request.limit), blank=request.blank_images)
+    metrics = _find_metrics(request, recipe)
+    questions = select_questions(index, request.limit)
+    right = answerer.right_answers(questions)
+    with contextlib.ExitStack() as open_files:
+        record: RoundListener = ignore_round
+        if request.out is not None:
+            record = open_files.enter_context(AnswerRecorder(request.out, answerer, right, metrics, world)).record
+        answers, bad = _ask(answerer, questions, world, blank=request.blank_images, record=record)
     drawings = None
     if recipe.model.generator is not None:
         drawer = Drawer(single_stages(generator.all_units), recipe, index, tokenizer, world)
@@ -157,11 +178,39 @@ def _evaluate(request: EvaluateRequest, recipe: Recipe, world: World) -> None:
     blanked = answers
     if not request.blank_images:  # a question without media has the same answer when blanked
         with_media = [question for question in answers if question.media]
-        blanked = answers | answerer.answer(with_media, blank=True)[0]
+        blanked = answers | _ask(answerer, with_media, world, blank=True)[0]
     if world.is_first:
-        right = answerer.right_answers([*answers])
         templates = score(answers, blanked, right, _training_answers(recipe, tokenizer), tokenizer.final_text)
-        request.show(EvaluationResult(checkpoint.step, templates, _examples(answers, right), drawings))
+        given = [GivenAnswer(question, right[question], answer) for question, answer in answers.items()]
+        scores = score_answers(metrics, given) if given else {}
+        request.show(EvaluationResult(checkpoint.step, templates, _examples(answers, right), drawings, scores))
+
+
+def _find_metrics(request: EvaluateRequest, recipe: Recipe) -> list[Metric]:
+    if request.metrics is None:
+        return find_metrics(recipe.train.metrics)
+    return find_metrics(request.metrics, "--metric")
+
+
+def _ask(
+    answerer: QuestionAnswerer,
+    questions: Sequence[HeldOutQuestion],
+    world: World,
+    *,
+    blank: bool,
+    record: RoundListener = ignore_round,
+) -> tuple[dict[HeldOutQuestion, str], list[Quarantined]]:
+    """Let the model answer, with a bar on a terminal of the first rank; `record` hears of each round on all ranks."""
+    console = Console(stderr=True, quiet=not world.is_first)
+    columns = (*Progress.get_default_columns(), MofNCompleteColumn())
+    with Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty()) as progress:
+        task = progress.add_task("answers, media blanked" if blank else "answers", total=len(questions))
+
+        def finish_round(answered: AnsweredRound) -> None:
+            record(answered)
+            progress.advance(task, answered.num_questions)
+
+        return answerer.answer(questions, blank=blank, listener=finish_round)
 
 
 def _run_whole_model(recipe: Recipe, world: World) -> dict[str, UnitPlan]:

@@ -15,7 +15,7 @@ from mmtrain.program import LLM
 from mmtrain.report import RunLog, open_progress
 from mmtrain.report.epoch_text import duration_text
 from mmtrain.report.trackers import TrackerFeeds
-from mmtrain.runtime.evaluation.plugin_metrics import find_metrics
+from mmtrain.runtime.evaluation.metrics import find_metrics
 from mmtrain.runtime.evaluation.qa_eval import build_held_out_evaluation
 from mmtrain.runtime.evaluation.shown_answers import AnswerLog
 from mmtrain.runtime.execution.activity import ENDING, LOADING, PREPARING

@@ -13,7 +13,7 @@ from mmtrain.report.epoch_text import epoch_text
 from mmtrain.report.runlog import run_summary
 from mmtrain.report.trackers import require_trackers
 from mmtrain.report.trackers.redaction import Redactor
-from mmtrain.runtime.evaluation.plugin_metrics import find_metrics
+from mmtrain.runtime.evaluation.metrics import find_metrics
 from mmtrain.runtime.execution.activity import AWAITING_PLAN, PLANNING
 from mmtrain.runtime.execution.precision import set_determinism
 from mmtrain.runtime.execution.process_groups import release_groups

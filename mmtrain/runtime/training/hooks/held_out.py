@@ -6,9 +6,8 @@ from dataclasses import replace
 
 from mmtrain.balance import Grouping
 from mmtrain.data import BadSampleTracker, BatchBuilder, build_index, validation_batches
-from mmtrain.plugins import Plugin
 from mmtrain.recipe.settings.modalities import GENERATOR
-from mmtrain.runtime.evaluation.plugin_metrics import score_answers
+from mmtrain.runtime.evaluation.metrics import Metric, score_answers
 from mmtrain.runtime.evaluation.qa_eval import GivenAnswers
 from mmtrain.runtime.evaluation.shown_answers import AnswerLog
 from mmtrain.runtime.execution.input_arena import copier_for
@@ -88,7 +87,7 @@ class HeldOutEvaluation(StepHook):
         self,
         evaluate: Callable[[], GivenAnswers],
         every: int,
-        metrics: Sequence[Plugin],
+        metrics: Sequence[Metric],
         answer_log: AnswerLog,
         records: RunRecords,
     ) -> None:
@@ -102,7 +101,8 @@ class HeldOutEvaluation(StepHook):
         given = self._evaluate()
         ctx.metrics = replace(ctx.metrics, val_exact=given.exact)
         if self._records.is_first:
-            scores = score_answers(self._metrics, given.answers)
+            scores = {f"val_{name}": value for name, value in score_answers(self._metrics, given.answers).items()}
+            scores.pop("val_exact", None)  # above, where questions with broken media count as wrong
             ctx.metrics = replace(ctx.metrics, extra={**ctx.metrics.extra, **scores})
             self._records.try_write(
                 f"step {ctx.step_number}: answers", lambda: self._answer_log.write(ctx.step_number, given.answers)
