@@ -311,8 +311,10 @@ class BestFirstSearch:
                 self._push(partition)
                 return
             node = partition  # the sooner a fast one is known, the fewer others are looked at
-        if node.stage is NodeStage.PARTITION_ESTIMATED:
-            self._simulate_or_put_off(node)
+        if node.stage is NodeStage.PARTITION_ESTIMATED and self._only_adds_a_figure(node):
+            self.put_off.append(node)
+        elif node.stage is NodeStage.PARTITION_ESTIMATED:
+            self._simulate(node.bound_s, node.candidate)
         elif node.stage is NodeStage.START:
             self._bound_by_chains(node)
         elif self.is_exhaustive:
@@ -453,13 +455,10 @@ class BestFirstSearch:
             return jittered_partitions(chain, chain.anchor, None, self.budget)
         return []
 
-    def _simulate_or_put_off(self, node: SearchNode) -> None:
-        """Simulate a partition; not one with very many passes that would only be one more figure for the ranking."""
+    def _only_adds_a_figure(self, node: SearchNode) -> bool:
+        """Return whether a partition has very many passes to simulate, and would only be one more to rank."""
         has_many = node.candidate.assignment.passes_of_step > self.budget.max_passes_of_ranked
-        if has_many and not self.is_exhaustive and self.best and node.bound_s > self._fastest_s():
-            self.put_off.append(node)
-        else:
-            self._simulate(node.bound_s, node.candidate)
+        return has_many and not self.is_exhaustive and bool(self.best) and node.bound_s > self._fastest_s()
 
     def _simulate(self, bound_s: float, candidate: Candidate) -> None:
         """Fit an estimated candidate and simulate it, unless another partition of its meshes is as fast.
