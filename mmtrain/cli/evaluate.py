@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from mmtrain.cli.counting_bar import counting_bar
 from mmtrain.cli.options import AsJson, RunFolder
 
 if TYPE_CHECKING:
@@ -85,7 +86,9 @@ def evaluate(
     drawing = DrawingRequest(draw, steps, guidance, seed, samples)
     show = partial(_show, as_json)
     evaluate_run(
-        EvaluateRequest(run, plan_for_started_ranks, show, limit, blank_images, ranks, drawing, max_new_tokens)
+        EvaluateRequest(
+            run, plan_for_started_ranks, show, limit, blank_images, ranks, drawing, max_new_tokens, counting_bar
+        )
     )
 
 

@@ -36,6 +36,7 @@ MAX_GENERATION_MICROBATCH_TOKENS = 8192  # roughly, answers included
 ANSWER_MARGIN_TOKENS = 8  # by which an answer may exceed the longest right one
 NO_TEMPLATE = "all"  # the template of questions whose data names none
 T = TypeVar("T")
+ShowProgress = Callable[[int, int], None]  # of how many that are done, and how many there are
 
 
 @dataclass(frozen=True, eq=False)  # compared by identity: two samples may ask the same
@@ -135,6 +136,10 @@ def evenly_spaced(items: Sequence[T], count: int) -> list[T]:
     return [items[i * len(items) // count] for i in range(count)]
 
 
+def show_no_progress(done: int, total: int) -> None:
+    """Take the place of a bar."""
+
+
 class QuestionAnswerer:
     """Lets a model answer whose stages lie on all ranks; every rank asks the same and gets all answers."""
 
@@ -157,13 +162,14 @@ class QuestionAnswerer:
         self._index, self._world = index, world
 
     def answer(
-        self, questions: Sequence[HeldOutQuestion], *, blank: bool
+        self, questions: Sequence[HeldOutQuestion], *, blank: bool, show: ShowProgress = show_no_progress
     ) -> tuple[dict[HeldOutQuestion, str], list[Quarantined]]:
         """Return what the model answers behind its thoughts, as text; with `blank`, images and clips are zeros.
 
-        Questions whose media cannot be decoded are left out of the answers and returned with the reason.
+        Questions whose media cannot be decoded are left out of the answers and returned with the reason. `show` hears
+        how many of all questions are done.
         """
-        tokens, bad = self.generate(questions, blank=blank)
+        tokens, bad = self.generate(questions, blank=blank, show=show)
         return {question: self._tokenizer.final_answer(ids) for question, ids in tokens.items()}, bad
 
     def right_answers(self, questions: Sequence[HeldOutQuestion]) -> dict[HeldOutQuestion, str]:
@@ -180,7 +186,7 @@ class QuestionAnswerer:
         return right
 
     def generate(
-        self, questions: Sequence[HeldOutQuestion], *, blank: bool
+        self, questions: Sequence[HeldOutQuestion], *, blank: bool, show: ShowProgress = show_no_progress
     ) -> tuple[dict[HeldOutQuestion, list[int]], list[Quarantined]]:
         """Return the model's answers as token ids; otherwise as `answer`."""
         lengths = prompt_lengths(self._index, self._tokenizer, questions)
@@ -194,6 +200,7 @@ class QuestionAnswerer:
         tokens: dict[int, list[int]] = {}  # of this rank's samples
         bad: dict[tuple[str, int], Quarantined] = {}
         dp, num_microbatches = self._generator.dp, self._generator.num_microbatches
+        num_done = 0  # on all replicas
         batches_per_round = dp[LLM] * num_microbatches[LLM]
         for batches in batch_by_length(sizes, batches_per_round, MAX_GENERATION_MICROBATCH_TOKENS):
             samples = [np.array([numbers[i] for i in batch], dtype=np.int64) for batch in batches]
@@ -202,6 +209,8 @@ class QuestionAnswerer:
             longest = max(limits[int(number)] for batch in samples for number in batch)
             answers_of_round = self._generator.generate(data, longest, prompts)
             tokens |= {number: ids[: limits[number]] for number, ids in answers_of_round.items()}
+            num_done += sum(map(len, batches))
+            show(num_done, len(questions))
         self._generator.activity.start(ANSWERING)
         for rank_result in self._world.all_gather((tokens, bad)):
             rank_tokens, rank_bad = cast(tuple[dict[int, list[int]], dict[tuple[str, int], Quarantined]], rank_result)

@@ -8,6 +8,7 @@ builds and loads its own stages only.
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -37,8 +38,10 @@ from mmtrain.runtime.evaluation.qa_eval import (
     NO_TEMPLATE,
     HeldOutQuestion,
     QuestionAnswerer,
+    ShowProgress,
     evenly_spaced,
     select_questions,
+    show_no_progress,
 )
 from mmtrain.runtime.evaluation.score_drawings import (
     DEFAULT_DRAWING,
@@ -68,6 +71,7 @@ from mmtrain.runtime.world import (
 )
 
 NUM_EXAMPLES = 5  # of questions, shown with their answers
+ProgressBar = Callable[[str, str], AbstractContextManager[ShowProgress]]  # of a label and the word for what is done
 Answers = Mapping[HeldOutQuestion, str]
 # Of a device's memory. The rest is for keys and values, activations, the decoder of latents and the allocator.
 MAX_SHARE_OF_WEIGHTS = 0.6
@@ -85,6 +89,13 @@ class EvaluateRequest:
     ranks: int = 1  # processes to start where no launcher has started any
     drawing: DrawingRequest = DEFAULT_DRAWING
     max_new_tokens: int | None = None  # of an answer; None: see `QuestionAnswerer`
+    progress: ProgressBar | None = None  # opened on the first rank
+
+    def counting(self, world: World, label: str) -> AbstractContextManager[ShowProgress]:
+        """Open a bar that counts answers, on the first rank only."""
+        if self.progress is None or not world.is_first:
+            return nullcontext(show_no_progress)
+        return self.progress(label, "answered")
 
 
 def run(request: EvaluateRequest) -> None:
@@ -146,7 +157,9 @@ def _evaluate(request: EvaluateRequest, recipe: Recipe, world: World) -> None:
     generator = load_generator(recipe, layout, world, checkpoint, tokenizer)
     answerer = QuestionAnswerer(generator, recipe, tokenizer, index, world, request.max_new_tokens)
 
-    answers, bad = answerer.answer(select_questions(index, request.limit), blank=request.blank_images)
+    questions = select_questions(index, request.limit)
+    with request.counting(world, "answering") as show:
+        answers, bad = answerer.answer(questions, blank=request.blank_images, show=show)
     drawings = None
     if recipe.model.generator is not None:
         drawer = Drawer(single_stages(generator.all_units), recipe, index, tokenizer, world)
@@ -157,7 +170,8 @@ def _evaluate(request: EvaluateRequest, recipe: Recipe, world: World) -> None:
     blanked = answers
     if not request.blank_images:  # a question without media has the same answer when blanked
         with_media = [question for question in answers if question.media]
-        blanked = answers | answerer.answer(with_media, blank=True)[0]
+        with request.counting(world, "answering blanked questions") as show:
+            blanked = answers | answerer.answer(with_media, blank=True, show=show)[0]
     if world.is_first:
         right = answerer.right_answers([*answers])
         templates = score(answers, blanked, right, _training_answers(recipe, tokenizer), tokenizer.final_text)
