@@ -128,3 +128,11 @@ def test_plan_plans_every_stage(tmp_path: Path, run_mmtrain: RunMmtrain) -> None
     assert "stage 1 of 2, align" in done.stdout
     assert "stage 2 of 2, sft" in done.stdout
     assert done.stdout.count("Predicted step") == 2
+
+
+def test_a_stage_that_is_chosen_is_not_counted_among_those_that_do_not_run(tmp_path: Path) -> None:
+    path = write(tmp_path, BASE + STAGES)
+    both = stage_runs(read_recipe(path), tmp_path / "run")
+    assert [run.stage for run in both] == ["1 of 2, align", "2 of 2, sft"]
+    [chosen] = stage_runs(read_recipe(path, ["stage=sft"]), tmp_path / "run")
+    assert (chosen.stage, chosen.folder) == ("sft", tmp_path / "run" / "2-sft")
