@@ -21,8 +21,8 @@ TESTS = Path(__file__).parent
 PAGE = TESTS.parent / "docs" / "decisions" / "tests.md"
 MANY_FILES = 5  # of tests that set a setting: then most tests of its room do
 _OVERRIDE = re.compile(r"([a-z_0-9]+(?:\.[a-z_0-9]+)+)=(.*)", re.DOTALL)
-# Every test needs a model and data of its own, and they have no usual value.
-_OF_EVERY_TEST = ("name", "model.", "data.sources", "data.validation", "data.tokenizer")
+# Every test needs a model, data and a length of its own, and they have no usual value.
+_OF_EVERY_TEST = ("name", "model.", "data.sources", "data.validation", "data.tokenizer", "train.steps")
 
 
 def shared_recipes() -> Iterator[Recipe]:

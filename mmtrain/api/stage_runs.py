@@ -14,7 +14,7 @@ class StageRun:
 
     loaded: LoadedRecipe
     folder: Path
-    stage: str | None  # as messages call it: `2 of 3, sft`
+    stage: str | None  # as messages call it: `2 of 3, sft`, or `sft` if it is the only one of several to run
 
 
 def stage_runs(recipe: WrittenRecipe, run_dir: Path | None) -> list[StageRun]:
@@ -32,7 +32,7 @@ def stage_runs(recipe: WrittenRecipe, run_dir: Path | None) -> list[StageRun]:
         start = [f"train.init_from={runs[-1].folder.absolute()}"] if runs else []
         loaded = recipe.load(f"stage={name}", *start)
         folder = _folder(loaded, run_dir) / f"{i}-{name}"
-        runs.append(StageRun(loaded, folder, f"{i} of {len(names)}, {name}"))
+        runs.append(StageRun(loaded, folder, f"{i} of {len(names)}, {name}" if chosen is None else name))
     return [run for run, name in zip(runs, names, strict=True) if chosen in (None, name)]
 
 

@@ -24,6 +24,7 @@ class TrainOptions:
     max_restarts: int = 0
     elastic: bool = False
     force_unlock: bool = False
+    resume_command: str | None = None  # what continues the run, for messages; None: not started by a command
 
 
 def runs_to_train(written: WrittenRecipe, run_dir: Path | None, options: TrainOptions) -> list[StageRun]:
@@ -113,4 +114,5 @@ def _request(run: StageRun, options: TrainOptions, may_be_new: bool) -> "TrainRe
         max_restarts=options.max_restarts,
         elastic=options.elastic,
         force_unlock=options.force_unlock,
+        resume_command=options.resume_command,
     )

@@ -5,13 +5,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from mmtrain.cli.counting_bar import counting_bar
 from mmtrain.cli.options import AsJson, Overrides
 
 if TYPE_CHECKING:
     from mmtrain.data.index.data_check import CheckReport
 
 MAX_EXAMPLES_PER_REASON = 3  # bad samples that are printed for each reason
-NUM_PROGRESS_LINES = 4  # lines of progress where stderr is no terminal
 _PLURALS = {"image": "images", "video": "videos", "audio": "clips", "target image": "images to draw"}
 
 
@@ -39,7 +39,6 @@ def check(
     Exits with 1 if the share of bad samples is above the recipe's data.max_bad_rate (without a recipe: 1 in 100).
     """
     import json
-    import sys
     from dataclasses import asdict
 
     from mmtrain.api.recipe_index import print_note, read_named_sources, sources_for_recipe
@@ -57,15 +56,7 @@ def check(
         raise UserError("nothing to check: name data files, or a recipe with --recipe")
     if out is not None:
         require_writable("--out", out, "list of bad samples")
-    with typer.progressbar(length=1, label="decoding", file=sys.stderr) as bar:
-
-        def show_progress(done: int, total: int) -> None:
-            bar.length = total
-            bar.update(1)
-            line, line_before = done * NUM_PROGRESS_LINES // total, (done - 1) * NUM_PROGRESS_LINES // total
-            if line > line_before and not sys.stderr.isatty():
-                print_note(f"decoded {done:,} of {total:,}")
-
+    with counting_bar("decoding", "decoded") as show_progress:
         if settings is not None:
             report = check_sources_for_recipe(settings, named_sources, show_progress, print_note)
         else:

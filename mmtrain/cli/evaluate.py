@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from mmtrain.cli.counting_bar import counting_bar
 from mmtrain.cli.options import AsJson, RunFolder, require_writable
 
 if TYPE_CHECKING:
@@ -105,11 +106,8 @@ def evaluate(
     metrics = tuple(metric) if metric else None
     drawing = DrawingRequest(draw, steps, guidance, seed, samples)
     show = partial(_show, as_json)
-    evaluate_run(
-        EvaluateRequest(
-            run, plan_for_started_ranks, show, limit, blank_images, ranks, drawing, max_new_tokens, out, metrics
-        )
-    )
+    asked = run, plan_for_started_ranks, show, limit, blank_images, ranks, drawing, max_new_tokens
+    evaluate_run(EvaluateRequest(*asked, out=out, metrics=metrics, progress=counting_bar))
 
 
 def _show(as_json: bool, report: "EvaluationResult") -> None:

@@ -3,7 +3,7 @@
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -373,14 +373,29 @@ def _plan_text(planned: PlannedRun, options: PlanOptions, settings: Recipe, leng
 
 def _next_commands(settings: Recipe, recipe: Path, settings_changed: list[str], out: Path) -> str:
     """Write the commands that use the saved plan, with the settings that it was made with."""
+    needed = _settings_that_matter(recipe, settings_changed)
     arguments = " ".join(
-        [quote(str(recipe)), *(f"--set {quote(setting)}" for setting in settings_changed), f"--plan {quote(str(out))}"]
+        [quote(str(recipe)), *(f"--set {quote(setting)}" for setting in needed), f"--plan {quote(str(out))}"]
     )
     lines = [f"{out} written. Use it with the same settings:"]
     if is_runnable(settings):
         lines.append(f"  mmtrain train {arguments}")
     lines.append(f"  mmtrain report {arguments} -o plan.html")
     return "\n".join(lines)
+
+
+def _settings_that_matter(recipe: Path, settings_changed: Sequence[str]) -> list[str]:
+    """Leave out `KEY=null` where the recipe says nothing of KEY: `--cluster` resets whatever it could say."""
+    stated = [setting for setting in settings_changed if not setting.endswith("=null")]
+    origins = load_recipe(recipe, stated).origins
+    resets = [setting.removesuffix("=null") for setting in settings_changed if setting.endswith("=null")]
+    without_effect = {f"{key}=null" for key in resets if not _is_stated(key, origins)}
+    return [setting for setting in settings_changed if setting not in without_effect]
+
+
+def _is_stated(key: str, origins: Iterable[str]) -> bool:
+    """Return whether a recipe with values at these dotted paths has one at `key` or below it."""
+    return any(path == key or path.startswith(f"{key}.") for path in origins)
 
 
 def _write_emitted(emitted: EmittedPlan, options: PlanOptions, path: Path) -> None:

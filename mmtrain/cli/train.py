@@ -1,11 +1,18 @@
 """`mmtrain train`."""
 
+import os
+import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from shlex import join
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from mmtrain.cli.options import Overrides, RecipeFile
+
+if TYPE_CHECKING:
+    from mmtrain.api.train_requests import TrainOptions
 
 
 def train(
@@ -68,8 +75,29 @@ def train(
 
     ignore_lost_output()
     options = TrainOptions(plan, resume, resume_from, skip_steps, max_restarts, elastic, force_unlock)
+    options = replace(options, resume_command=_resume_command(recipe, overrides, run_dir, options))
     runs = runs_to_train(read_recipe(recipe, overrides), run_dir, options)  # report a wrong recipe before torch loads
+    if sys.stderr.isatty() and os.environ.get("RANK", "0") == "0":  # or nothing is seen for some seconds
+        typer.echo("starting: loading torch", err=True)
     from mmtrain.runtime.training.train import start_training  # loads torch
 
     for request in train_requests(runs, options, typer.echo):
         start_training(request)
+
+
+def _resume_command(recipe: Path, overrides: list[str], run_dir: Path | None, options: "TrainOptions") -> str:
+    """Write the command that continues this run, quoted for a shell.
+
+    It goes back to no earlier checkpoint, and takes no folder by force: the run that was stopped has done both.
+    """
+    words = ["mmtrain", "train", str(recipe)]
+    for setting in overrides:
+        words += ["--set", setting]
+    for option, path in (("--plan", options.plan), ("--run-dir", run_dir)):
+        if path is not None:
+            words += [option, str(path)]
+    if options.max_restarts:
+        words += ["--max-restarts", str(options.max_restarts)]
+    if options.elastic:
+        words.append("--elastic")
+    return join([*words, "--resume"])

@@ -29,7 +29,7 @@ from mmtrain.program import (
 )
 from mmtrain.program.ir.segments import direction
 from mmtrain.report.idle_time import idle_text
-from mmtrain.report.plain_text import DEFAULT_WIDTH, render_text
+from mmtrain.report.plain_text import DEFAULT_WIDTH, exact_time_text, render_text
 
 COMPUTE_TID = 0  # the track of a rank that holds its computations, in our Chrome traces
 _SECONDS_PER_US = 1e-6
@@ -254,9 +254,9 @@ def comparison_head(is_measured: bool) -> tuple[str, ...]:
 
 def comparison_cells(row: ComparisonRow, is_measured: bool) -> list[str]:
     """Write the cells of a row: what, predicted, and if something was measured, the measured time and the error."""
-    cells = [row.what, f"{row.predicted_s * 1e3:.2f} ms"]
+    cells = [row.what, exact_time_text(row.predicted_s)]
     if is_measured:
-        cells.append("-" if row.measured_s is None else f"{row.measured_s * 1e3:.2f} ms")
+        cells.append("-" if row.measured_s is None else exact_time_text(row.measured_s))
         cells.append("-" if row.error is None else f"{row.error:+.1%}")
     return cells
 
@@ -273,11 +273,11 @@ def _critical_path_text(path: Sequence[CriticalPathRow]) -> tuple[str, Table]:
     for column in ("work", "time", "share", "actions"):
         table.add_column(column, justify="left" if column == "work" else "right")
     for row in path[:MAX_CRITICAL_PATH_ROWS]:
-        table.add_row(row.what, f"{row.seconds * 1e3:.2f} ms", f"{row.seconds / total_s:.1%}", f"{row.count:g}")
+        table.add_row(row.what, exact_time_text(row.seconds), f"{row.seconds / total_s:.1%}", f"{row.count:g}")
     other_rows = path[MAX_CRITICAL_PATH_ROWS:]
     if other_rows:
         seconds = sum(row.seconds for row in other_rows)
-        table.add_row(f"{len(other_rows)} others", f"{seconds * 1e3:.2f} ms", f"{seconds / total_s:.1%}", "")
+        table.add_row(f"{len(other_rows)} others", exact_time_text(seconds), f"{seconds / total_s:.1%}", "")
     return sentence, table
 
 

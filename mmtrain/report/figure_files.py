@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from mmtrain.errors import UserError, writing
 from mmtrain.report.drawing import LIGHT_COLORS, OUTLINED_OPACITY, Box, Drawing, Label, Mark, Polyline, arrow_head
+from mmtrain.report.plain_text import exact_time_text
 from mmtrain.report.plan_picture import plan_drawing
 from mmtrain.report.report_contents import ReportContents, drawn_steps
 from mmtrain.report.timeline_picture import timeline_drawing
@@ -112,6 +113,6 @@ def report_drawings(contents: ReportContents) -> list[tuple[str, Drawing]]:
     steps, ranks = drawn_steps(contents)
     longest_us = max((step.length_us for step in steps), default=0.0)
     for step in steps:
-        caption = f"{step.name}: {step.length_us / 1e3:.4g} ms"
+        caption = f"{step.name}: {exact_time_text(step.length_us / 1e6)}"
         drawings.append((caption, timeline_drawing(step, tuple(plan.units), ranks, longest_us)))
     return drawings

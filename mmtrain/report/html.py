@@ -12,7 +12,7 @@ from mmtrain.report.drawing import DARK_COLORS, LIGHT_COLORS, UNIT_COLORS, Color
 from mmtrain.report.expert_loads import ExpertLoads
 from mmtrain.report.idle_time import IDLE_MEANINGS, IDLE_NAMES
 from mmtrain.report.logged_totals import PHASE_HEAD, PHASE_TITLE, SOURCE_HEAD, phase_rows, sum_sources
-from mmtrain.report.plain_text import memory_text, seconds_text, time_spread_text
+from mmtrain.report.plain_text import exact_time_text, memory_text, seconds_text, time_spread_text
 from mmtrain.report.plan_picture import plan_drawing
 from mmtrain.report.rank_groups import layers_text, recompute_text, stage_ranks
 from mmtrain.report.recorded_spread import recorded_spread
@@ -173,7 +173,7 @@ def timelines_html(contents: ReportContents) -> str:
         )
     longest_us = max(step.length_us for step in steps)
     for step in steps:
-        html += f"<h3>{step.name}: {step.length_us / 1e3:.4g} ms</h3>"
+        html += f"<h3>{step.name}: {exact_time_text(step.length_us / 1e6)}</h3>"
         html += svg(timeline_drawing(step, units, ranks, longest_us))
     return html
 

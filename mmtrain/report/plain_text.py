@@ -22,6 +22,16 @@ def seconds_text(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1000:.3g} ms"
 
 
+def exact_time_text(seconds: float) -> str:
+    """Write seconds with two decimals, to be compared with others: `16.42 s`, `806.47 ms`."""
+    return f"{seconds:,.2f} s" if seconds >= 1 else f"{seconds * 1000:.2f} ms"
+
+
+def span_time_text(seconds: float) -> str:
+    """Write the seconds of a part of a step with three decimals: `1.234 s`, `0.807 ms`."""
+    return f"{seconds:.3f} s" if seconds >= 1 else f"{seconds * 1000:.3f} ms"
+
+
 def time_spread_text(ranks: float | None, layers: float) -> str:
     """Write how unevenly fast ranks are, with the settings that state it; `ranks` is None where only one was timed."""
     between = "" if ranks is None else f"ranks {ranks:.1%} (cluster.time_spread.ranks), "

@@ -115,12 +115,8 @@ def run_summary(plan: Plan, cluster: ClusterSettings, metrics: Sequence[Mapping[
     if "tokens_per_s" not in medians:
         return ""
     predicted, tokens_per_s = plan.predicted, medians["tokens_per_s"]
-    parts = [f"median step {seconds_text(medians['step_time_s'])}", f"{compact_number(tokens_per_s)} LLM tokens/s"]
-    if predicted.text_only_tokens_per_s_per_gpu is not None and predicted.text_only_share is not None:
-        share = tokens_per_s / (predicted.text_only_tokens_per_s_per_gpu * plan.world_size)
-        parts.append(
-            f"{share:.0%} of what the LLM alone is predicted to reach on text ({predicted.text_only_share:.0%} planned)"
-        )
+    median = f"median step {seconds_text(medians['step_time_s'])} (planned {seconds_text(predicted.step_time_s)})"
+    parts = [median, f"{compact_number(tokens_per_s)} LLM tokens/s"]
     sentences = [", ".join(parts), RunCost.of_logged(cluster, metrics, plan.world_size).to_text()]
     phases = measured_phases(metrics)
     if phases is not None:

@@ -11,7 +11,7 @@ from mmtrain.report.comparison import COMPUTE_TID, comparison_cells, comparison_
 from mmtrain.report.expert_loads import ExpertLoads
 from mmtrain.report.live_display import sparkline
 from mmtrain.report.logged_totals import PHASE_HEAD, PHASE_TITLE, SOURCE_HEAD, phase_rows, sum_sources
-from mmtrain.report.plain_text import DEFAULT_WIDTH, memory_text, render_text, time_spread_text
+from mmtrain.report.plain_text import DEFAULT_WIDTH, exact_time_text, memory_text, render_text, time_spread_text
 from mmtrain.report.plan_view import plan_table
 from mmtrain.report.recorded_spread import recorded_spread
 from mmtrain.report.report_contents import (
@@ -97,7 +97,10 @@ def _timelines(contents: ReportContents, width: int) -> Iterator[str]:
         return
     longest_us = max(step.length_us for step in steps)
     for step in steps:
-        lines = [f"{step.name}: {step.length_us / 1e3:.4g} ms", *timeline_letters(step, ranks, longest_us, width)]
+        lines = [
+            f"{step.name}: {exact_time_text(step.length_us / 1e6)}",
+            *timeline_letters(step, ranks, longest_us, width),
+        ]
         yield "\n".join(lines)
     units = ", ".join(f"{unit[0].upper()} {unit}" for unit in contents.plan.units)
     world_size = contents.plan.world_size

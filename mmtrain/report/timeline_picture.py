@@ -10,6 +10,7 @@ from mmtrain.program import Compute, Timeline, chrome_trace
 from mmtrain.program.trace.timeline import STREAMS
 from mmtrain.report.comparison import COMPUTE_TID
 from mmtrain.report.drawing import Box, Color, Drawing, Label, Mark, Polyline, unit_color
+from mmtrain.report.plain_text import exact_time_text, span_time_text
 
 TIMELINE_WIDTH_PX = 1000.0
 TIMELINE_MARGIN_PX = 66.0  # at the left, for the names of the ranks
@@ -86,7 +87,7 @@ def timeline_drawing(step: DrawnStep, units: Sequence[str], ranks: Sequence[int]
     for row, rank in enumerate(ranks):
         marks.append(Label(0, row * axes.pitch + compute_height * 0.75, f"rank {rank}", color="ink"))
     busy = _busy_text(threads, ranks, step.length_us)
-    description = f"{step.name}: {step.length_us / 1e3:.4g} ms on {len(ranks)} ranks. {busy}"
+    description = f"{step.name}: {exact_time_text(step.length_us / 1e6)} on {len(ranks)} ranks. {busy}"
     return Drawing(TIMELINE_WIDTH_PX, len(ranks) * axes.pitch + 20, description, (*marks, *boxes))
 
 
@@ -122,15 +123,16 @@ def _critical_path_lines(step: DrawnStep, threads: Threads, axes: _Axes, ranks: 
 
 
 def _time_axis(length_us: float, px_per_us: float, bottom: float) -> Iterator[Mark]:
-    """Draw about seven grid lines with times in milliseconds."""
-    min_spacing_ms = max(length_us, 1e-9) / 1e3 / 7
-    power_of_ten = 10.0 ** floor(log10(min_spacing_ms))
-    spacing_ms = next(power_of_ten * factor for factor in (1, 2, 5, 10) if power_of_ten * factor >= min_spacing_ms)
-    for tick in range(int(length_us / 1e3 / spacing_ms) + 1):
-        x = TIMELINE_MARGIN_PX + tick * spacing_ms * 1e3 * px_per_us
-        unit = " ms" if tick == 0 else ""
+    """Draw about seven grid lines with times in milliseconds; in seconds if there is one at least."""
+    unit, unit_us = ("s", 1e6) if length_us >= 1e6 else ("ms", 1e3)
+    length = max(length_us, 1e-9) / unit_us
+    power_of_ten = 10.0 ** floor(log10(length / 7))
+    spacing = next(power_of_ten * factor for factor in (1, 2, 5, 10) if power_of_ten * factor >= length / 7)
+    for tick in range(int(length / spacing) + 1):
+        x = TIMELINE_MARGIN_PX + tick * spacing * unit_us * px_per_us
+        text = f"{tick * spacing:.6g}" + (f" {unit}" if tick == 0 else "")
         yield Polyline(((x, 0), (x, bottom)), "line")
-        yield Label(x, bottom + 14, f"{tick * spacing_ms:.6g}{unit}", "start" if tick == 0 else "middle")
+        yield Label(x, bottom + 14, text, "start" if tick == 0 else "middle")
 
 
 def _spans(threads: Threads, axes: _Axes, ranks: Sequence[int], units: tuple[str, ...], min_width: float) -> list[Mark]:
@@ -181,7 +183,7 @@ def _span(
 ) -> Iterator[Mark]:
     """Draw a box, and the number of the microbatch where it fits."""
     top, height = top_and_height
-    tooltip = f"{event['name']}: {event['dur'] / 1e3:.3f} ms"
+    tooltip = f"{event['name']}: {span_time_text(event['dur'] / 1e6)}"
     unit = event["args"].get("unit")
     if event["tid"] != COMPUTE_TID or unit not in units:
         yield Box(left, top, width, height, "soft", 1.0, tooltip)

@@ -239,6 +239,20 @@ except SystemExit as stop:
     assert python(code).split()[-2:] == ["0", "False"]
 
 
+@pytest.mark.slow  # loads torch
+def test_a_terminal_shows_that_a_run_starts_before_torch_is_loaded(
+    run_mmtrain: RunMmtrain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loading takes seconds, so the first rank says it. Here the run then ends, because its data is missing."""
+    monkeypatch.chdir(tmp_path)
+    shown = []
+    for is_terminal, rank in ((True, "0"), (True, "1"), (False, "0")):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda is_terminal=is_terminal: is_terminal)
+        monkeypatch.setenv("RANK", rank)
+        shown.append(run_mmtrain("train", DEMO).stderr.startswith("starting: loading torch\n"))
+    assert shown == [True, False, False]
+
+
 def test_python_dash_m(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mmtrain", "train", str(tmp_path / "missing.yaml")]
     done = subprocess.run(command, capture_output=True, text=True)

@@ -63,6 +63,22 @@ def test_plan_prints_a_table_and_saves_a_plan_file(
     assert shown.stdout == "plan.html written\n", shown.stderr
 
 
+def test_the_commands_for_a_plan_of_another_cluster_reset_only_what_the_recipe_states(
+    run_mmtrain: RunMmtrain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`--cluster` resets a dozen settings, of which this recipe states one; the plan fits the command's recipe."""
+    monkeypatch.chdir(tmp_path)
+    recipe = tmp_path / "linked.yaml"
+    recipe.write_text(f"extends: {WHATIF_RECIPE}\ncluster: {{intra_node_gb_per_s: 100}}\n", encoding="utf-8")
+    one = ("--set", "parallel.llm.tp=8", "--set", "parallel.llm.pp=1", "--top", 1, "--placement", "unified")
+    done = run_mmtrain("plan", recipe, "--cluster", "h100-80g:nodes=1", *one, "--out", "plan.json")
+    assert done.returncode == 0, done.stderr
+    report = done.stdout.splitlines()[-1]
+    assert [word for word in report.split() if word.endswith("=null")] == ["cluster.intra_node_gb_per_s=null"]
+    shown = run_mmtrain(*shlex.split(report)[1:])
+    assert shown.stdout == "plan.html written\n", shown.stderr
+
+
 @pytest.mark.slow  # starts two ranks
 def test_library_command_and_training_make_the_same_plan(run_mmtrain: RunMmtrain, data: Path, tmp_path: Path) -> None:
     settings = [

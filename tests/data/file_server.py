@@ -7,6 +7,7 @@ Storage (JSON API).
 
 import hashlib
 import json
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -69,7 +70,8 @@ class _Handler(BaseHTTPRequestHandler):
         elif "list-type=2" in address.query:
             self._send_bucket(path, parse_qs(address.query))
         elif address.path.startswith("/api/datasets/"):
-            self._send_hub(unquote(address.path).removeprefix("/api/datasets/"))
+            is_recursive = parse_qs(address.query).get("recursive", [""])[0].lower() == "true"
+            self._send_hub(unquote(address.path).removeprefix("/api/datasets/"), is_recursive=is_recursive)
         elif address.path.startswith("/storage/v1/b/"):
             self._send_google(address.path.removeprefix("/storage/v1/b/"), parse_qs(address.query))
         elif path.is_dir() and self.path.endswith("/"):
@@ -84,7 +86,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.rfile.read(int(self.headers.get("Content-Length", "0")))
         self._send(405, b"", {})
 
-    def _send_hub(self, asked: str) -> None:
+    def _send_hub(self, asked: str, *, is_recursive: bool) -> None:
         """Answer whether `team/set` is there, or what a folder of it holds (`team/set/tree/main/folder`)."""
         team, name, *rest = asked.split("/")
         folder = self.files.folder / "datasets" / team / name
@@ -102,7 +104,7 @@ class _Handler(BaseHTTPRequestHandler):
                 "size": 0 if entry.is_dir() else entry.stat().st_size,
                 "oid": hashlib.sha1(b"" if entry.is_dir() else entry.read_bytes()).hexdigest(),
             }
-            for entry in sorted(folder.iterdir())
+            for entry in sorted(folder.rglob("*") if is_recursive else folder.iterdir())
         ]
         answer: object = entries if rest[:1] == ["tree"] else {"id": f"{team}/{name}", "sha": "0" * 40}
         self._send(200, json.dumps(answer).encode(), {"Content-Type": "application/json"})
@@ -185,7 +187,7 @@ def _name_of_file(path: str) -> str:
     """Return the name of a file below the served folder, as the hub and Google Cloud Storage address it or plainly."""
     if path.startswith("/download/storage/v1/b/"):
         return path.removeprefix("/download/storage/v1/b/").replace("/o/", "/", 1)
-    return path.lstrip("/").replace("/resolve/main/", "/")
+    return re.sub("/resolve/[^/]+/", "/", path.lstrip("/"), count=1)  # every revision of the hub is the same
 
 
 @contextmanager

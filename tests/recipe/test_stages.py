@@ -58,7 +58,8 @@ def test_each_stage_has_a_folder_and_starts_from_the_one_before(tmp_path: Path) 
     runs = stage_runs(read_recipe(path), tmp_path / "run")
     assert [run.folder for run in runs] == [tmp_path / "run" / "1-align", tmp_path / "run" / "2-sft"]
     assert [run.loaded.recipe.train.init_from for run in runs] == [tmp_path / "first", tmp_path / "run" / "1-align"]
-    assert stage_runs(read_recipe(path, ["stage=sft"]), tmp_path / "run") == runs[1:]
+    [chosen] = stage_runs(read_recipe(path, ["stage=sft"]), tmp_path / "run")
+    assert (chosen.loaded, chosen.folder) == (runs[1].loaded, runs[1].folder)
     [plain] = stage_runs(read_recipe(write(tmp_path, BASE)), None)
     assert (plain.folder, plain.stage) == (Path("runs/staged"), None)
 
@@ -128,3 +129,11 @@ def test_plan_plans_every_stage(tmp_path: Path, run_mmtrain: RunMmtrain) -> None
     assert "stage 1 of 2, align" in done.stdout
     assert "stage 2 of 2, sft" in done.stdout
     assert done.stdout.count("Predicted step") == 2
+
+
+def test_a_stage_that_is_chosen_is_not_counted_among_those_that_do_not_run(tmp_path: Path) -> None:
+    path = write(tmp_path, BASE + STAGES)
+    both = stage_runs(read_recipe(path), tmp_path / "run")
+    assert [run.stage for run in both] == ["1 of 2, align", "2 of 2, sft"]
+    [chosen] = stage_runs(read_recipe(path, ["stage=sft"]), tmp_path / "run")
+    assert (chosen.stage, chosen.folder) == ("sft", tmp_path / "run" / "2-sft")

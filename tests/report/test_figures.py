@@ -14,9 +14,11 @@ from mmtrain.program import Compute, Forward, Microbatch, Span, StageId, Timelin
 from mmtrain.program.ir.program import ranges_text
 from mmtrain.report.drawing import Box, Drawing, Label, Polyline, svg
 from mmtrain.report.figure_files import report_drawings, save_drawings
+from mmtrain.report.html import html_page
 from mmtrain.report.plan_picture import CARD_GAP_PX, CARD_WIDTH_PX, plan_drawing
 from mmtrain.report.rank_groups import ReplicaRanks, rank_groups, ranks_to_draw, stage_ranks, unit_edges
 from mmtrain.report.report_contents import ReportContents, drawn_steps
+from mmtrain.report.terminal import report_text
 from mmtrain.report.timeline_picture import (
     MAX_TIMELINE_BOXES,
     TIMELINE_MARGIN_PX,
@@ -199,6 +201,37 @@ def test_a_step_shows_each_computation_with_its_microbatch(simulated_plan: tuple
     assert "rank 1 computes" in drawing.description
     half = timeline_drawing(step, tuple(plan.units), [0, 1], 2 * step.length_us)
     assert max(m.x + m.width for m in half.marks if isinstance(m, Box)) < TIMELINE_WIDTH_PX * 0.55
+
+
+@pytest.mark.parametrize(
+    ("seconds", "heading", "ticks"),
+    [
+        (16.42369, "Simulated step: 16.42 s", ["0 s", "5", "10", "15"]),
+        (0.80647, "Simulated step: 806.47 ms", ["0 ms", "200", "400", "600", "800"]),
+    ],
+)
+def test_a_step_of_seconds_is_written_in_seconds(
+    simulated_plan: tuple[Plan, Timeline], seconds: float, heading: str, ticks: list[str]
+) -> None:
+    """In the heading, on the axis, in the table, and in what is said of a box."""
+    plan, timeline = simulated_plan
+    factor = seconds / timeline.step_time_s
+    spans = tuple(
+        span._replace(start_s=span.start_s * factor, duration_s=span.duration_s * factor) for span in timeline.spans
+    )
+    longer = replace(timeline, spans=spans, step_time_s=seconds)
+    contents = contents_of(plan, longer)
+    [step], ranks = drawn_steps(contents)
+    drawing = timeline_drawing(step, tuple(plan.units), ranks, step.length_us)
+    assert drawing.description.startswith(f"{heading} on 2 ranks")
+    texts = labels(drawing)
+    assert [text for text in texts if text in ticks] == ticks
+    written = heading.partition(": ")[2]
+    assert f"<h3>{heading}</h3>" in html_page(contents)
+    assert f"<td>{written}</td>" in html_page(contents)
+    assert f"{heading}\n" in report_text(contents)
+    widest = max((mark for mark in drawing.marks if isinstance(mark, Box)), key=lambda box: box.width)
+    assert widest.tooltip.endswith(written.partition(" ")[2])
 
 
 def test_lines_of_the_critical_path_do_not_overlap(simulated_plan: tuple[Plan, Timeline]) -> None:

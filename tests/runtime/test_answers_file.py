@@ -1,6 +1,5 @@
 """`mmtrain evaluate --out`: a line of JSON for each answer, written as the answers come."""
 
-import io
 import json
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from mmtrain.errors import RunError
-from mmtrain.runtime.evaluation import qa_eval, score_run
+from mmtrain.runtime.evaluation import qa_eval
 from mmtrain.runtime.evaluation.answers_file import AnswerLine, AnswersFile
 from mmtrain.runtime.evaluation.generate import GreedyGenerator
 from tests.full_disk import full_disk
@@ -70,21 +69,6 @@ def test_answers_are_written_before_the_evaluation_ends(
     assert counts[0] == 0
     assert 0 < counts[1] < counts[2] < 4
     assert len(lines_of(out)) == counts[2]
-
-
-def test_a_terminal_shows_how_many_are_answered(
-    taught: Taught, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    folder = run_folder(tmp_path / "run", taught.settings, taught.model)
-    monkeypatch.setenv("TERM", "xterm")
-    for stderr, is_shown in ((Terminal(), True), (io.StringIO(), False)):
-        monkeypatch.setattr(score_run.sys, "stderr", stderr)
-        evaluated(folder)
-        assert ("4/4" in stderr.getvalue(), "media blanked" in stderr.getvalue()) == (is_shown, is_shown)
 
 
 def test_a_full_disk_leaves_whole_lines(tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ class _Steps:
 
     def __init__(self, lines: list[str], num_steps: int, stop_in: int | None) -> None:
         self.lines, self.stop_in, self.wait_s = lines, stop_in, 0.0
-        self.recipe = SimpleNamespace(train=SimpleNamespace(steps=num_steps))
+        self.recipe = SimpleNamespace(train=SimpleNamespace(num_steps=num_steps))
         self.activity, self.train_executor = Activity(), self
 
     def __next__(self) -> SimpleNamespace:

@@ -2,12 +2,14 @@
 
 import json
 import os
+import sys
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from mmtrain.cli import main
 from mmtrain.data.formats.sample import AUDIO_MARK, IMAGE_MARK, Sample, Turn
 from mmtrain.data.index.data_index import build_index
 from mmtrain.data.media.media_bytes import FileMedia
@@ -98,6 +100,19 @@ def test_data_without_templates_is_one_template(taught: Taught, tmp_path: Path) 
     (score,) = evaluated(run_folder(tmp_path / "run", settings, taught.model)).templates
     assert (score.template, score.questions, score.exact, score.baseline) == ("all", 4, 4, 1)
     assert score.blanked in (1, 2)  # the sum needs no image
+
+
+def test_the_command_says_how_many_questions_are_answered(
+    taught: Taught, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All four, then the three with an image once more without it."""
+    folder = run_folder(tmp_path / "run", taught.recipe(taught.rows, taught.rows), taught.model)
+    monkeypatch.setattr(sys, "argv", ["mmtrain", "evaluate", str(folder)])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert not end.value.code
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("answered")]
+    assert lines == ["answered 4 of 4", "answered 3 of 3"]
 
 
 def test_a_limit_takes_questions_from_everywhere(taught: Taught, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from mmtrain.data.formats.allowed_folder import AllowedFolder, MediaFolder, RemoteFolder
 from mmtrain.data.formats.column_paths import ColumnPaths
 from mmtrain.data.formats.energon import expand_braces, read_energon_folder
+from mmtrain.data.formats.hub_split import hub_split_files
 from mmtrain.data.formats.json_files import JSON_LINES_SUFFIXES, read_json
 from mmtrain.data.formats.layout_table import CONVERSATION_KEYS, CONVERSATION_KEYS_BY_FORMAT, EntryFormat
 from mmtrain.data.formats.plugin_files import read_with_plugin
@@ -149,7 +150,12 @@ def list_shards(path: SourcePath, split: str | None = None) -> Sequence[SourcePa
 def _list_remote(path: RemotePath, split: str | None) -> list[RemotePath]:
     """Return the files that a URL names. Only folders and patterns are looked up."""
     if split is not None:
-        raise DataError(f"{path}: has split {split}, but splits are read of folders of this machine only; remove it")
+        raise DataError(
+            f"{path}: has split {split}, but that is for folders of this machine; remove it. Of a data set of the hub, "
+            "the path names the split: hf://datasets/org/name?split=train"
+        )
+    if path.hub_split is not None:
+        return hub_split_files(path.hub_split, _is_data_file)
     if _is_folder(path):
         try:
             files = [RemotePath(url) for url in matching_urls(f"{path}*")]
@@ -188,6 +194,10 @@ def _is_folder(path: SourcePath) -> bool:
 def _media_folder(source: SourceSettings, file: SourcePath) -> MediaFolder:
     root = source.image_root or file.parent
     if isinstance(root, RemotePath):
+        if root.hub_split is not None:
+            raise DataError(
+                f"{source.path}: image_root is {root}; allowed: a folder, as {root.hub_split.data_set}/images"
+            )
         return RemoteFolder(root)
     if source.image_root is not None and not root.is_dir():
         found = "a file" if root.is_file() else "where there is no folder"

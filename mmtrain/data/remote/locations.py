@@ -226,6 +226,14 @@ def matching_urls(pattern: str) -> list[str]:
     return [url for url, last in shown if fnmatch.fnmatchcase(last, name)]
 
 
+def files_below(folder: str) -> list[str]:
+    """Return the URLs of all files in a folder and its folders, in order.
+
+    Raises `FileNotFoundError` and `RemoteReadError`.
+    """
+    return remote_store().files.find_files(folder)
+
+
 def folder_versions(folder: str) -> dict[str, FileVersion] | None:
     """Return the versions of the files in a remote folder, by URL; None if its server lists no versions.
 

@@ -76,6 +76,11 @@ class RemoteFiles:
         entries = self._repeat(url, lambda files: _call(files, "ls", self.timeout_s, _path(files, url), detail=True))
         return _urls(url, [str(entry["name"]) for entry in entries if entry["type"] == "file"])
 
+    def find_files(self, url: str) -> list[str]:
+        """Return the URLs of the files in a folder and its folders. Raises as `list_files`."""
+        found = self._repeat(url, lambda files: _call(files, "find", self.timeout_s, _path(files, url)))
+        return _urls(url, list(found))
+
     def list_versions(self, url: str) -> dict[str, FileVersion] | None:
         """Return the versions of the files in a folder, by URL; None if the listing does not state them.
 

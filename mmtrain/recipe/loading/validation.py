@@ -1,7 +1,7 @@
 """Validation: turn a tree of values into a `Recipe`, or report all problems at once in plain words."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from inspect import ismethod
@@ -161,12 +161,20 @@ def _location(error: PydanticError) -> KeyPath:
     return keys[:-1] if json_schema.is_alternative(keys) else keys
 
 
+# What looks like a setting because an option of the command line counts in it.
+_NO_SETTINGS: Mapping[KeyPath, str] = {
+    ("cluster", "nodes"): "set cluster.ranks, the ranks of all nodes; `plan --cluster h100-80g:nodes=8` counts them",
+}
+
+
 def _unknown_key(keys: KeyPath) -> str:
     """Say what is allowed in place of an unknown key, whose path has the tags of unions."""
     new_path = json_schema.renamed_settings().get(keys)
     if new_path is not None:
         return f"this setting is now called {dotted_path(new_path)}; rename it"
     *parent, name = keys
+    if tuple(keys) in _NO_SETTINGS:
+        return f"unknown key; {_NO_SETTINGS[tuple(keys)]}"
     elsewhere = [dotted_path(path) for path in json_schema.setting_paths() if path[-1] == name]
     if elsewhere:  # before what is close: `train.lr` is no misspelt `train.lora`
         return f"unknown key here; it belongs to {' or '.join(elsewhere)}"

@@ -61,7 +61,8 @@ class SourceSettings(Section):
         affects={"plan", "lengths"},
         description="A file of samples, a folder of such files, or several files as `train-{000..123}.tar`, "
         "`{a,b}.json` or `*.parquet`; or a URL of these (`https://`, `s3://`, `gs://`, `hf://`), in which folders end "
-        "with `/`; or a metadataset of Energon (`.yaml`). Relative paths start at the recipe's folder.",
+        "with `/`; or a split of a data set of the hub, `hf://datasets/org/name?split=train`; or a metadataset of "
+        "Energon (`.yaml`). Relative paths start at the recipe's folder.",
     )
     format: SourceFormat | None = setting(
         None,

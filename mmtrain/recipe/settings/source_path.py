@@ -10,7 +10,19 @@ from pydantic import PlainSerializer, PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 _URL = re.compile(r"([a-z][a-z0-9+.-]*)://(.*)", re.IGNORECASE | re.DOTALL)
+_HUB_SPLIT = re.compile(r"(hf://datasets/[^/?#]+/[^/?#]+)/?\?split=([\w.-]+)", re.IGNORECASE)
 _LOCAL_PROTOCOLS = ("file", "local")
+
+
+@dataclass(frozen=True)
+class HubSplit:
+    """A split of a data set on the Hugging Face hub."""
+
+    data_set: str  # `hf://datasets/org/name`, or `.../name@revision`
+    split: str
+
+    def __str__(self) -> str:
+        return f"{self.data_set}?split={self.split}"
 
 
 @dataclass(frozen=True, order=True)
@@ -21,6 +33,12 @@ class RemotePath:
     """
 
     url: str
+
+    @property
+    def hub_split(self) -> HubSplit | None:
+        """The split of a data set that the URL names; None for any other URL."""
+        match = _HUB_SPLIT.fullmatch(self.url)
+        return None if match is None else HubSplit(match[1], match[2])
 
     @property
     def protocol(self) -> str:
@@ -82,6 +100,14 @@ def parse_source_path(value: object) -> Path | RemotePath:
             f"found a {protocol} URL with a user name or password; allowed: credentials in the environment only, since "
             "recipes are copied into logs and checkpoints"
         )
+    if protocol == "hf" and "?" in match[2]:
+        hub_split = RemotePath(f"{protocol}://{match[2]}").hub_split
+        if hub_split is None:
+            raise ValueError(
+                "found an hf URL with `?`; allowed: a split of a data set, as hf://datasets/org/name?split=train, or "
+                "the plain path of files"
+            )
+        return RemotePath(str(hub_split))
     if "?" in match[2] or "#" in match[2]:
         raise ValueError(
             f"found a {protocol} URL with `?` or `#`, which often hold credentials; allowed: protocol, host and path, "

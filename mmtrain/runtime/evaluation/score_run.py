@@ -5,17 +5,15 @@ template writes it, apart from thoughts in front of it and surrounding space. An
 builds and loads its own stages only.
 """
 
-import contextlib
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress
 
 from mmtrain.balance import SampleLengths
 from mmtrain.checkpoint import find, open_newest_good
@@ -77,6 +75,8 @@ from mmtrain.runtime.world import (
 )
 
 NUM_EXAMPLES = 5  # of questions, shown with their answers
+ShowProgress = Callable[[int, int], None]  # of how many that are done, and how many there are
+ProgressBar = Callable[[str, str], AbstractContextManager[ShowProgress]]  # of a label and the word for what is done
 Answers = Mapping[HeldOutQuestion, str]
 # Of a device's memory. The rest is for keys and values, activations, the decoder of latents and the allocator.
 MAX_SHARE_OF_WEIGHTS = 0.6
@@ -96,6 +96,13 @@ class EvaluateRequest:
     max_new_tokens: int | None = None  # of an answer; None: see `QuestionAnswerer`
     out: Path | None = None  # for a line of JSON an answer
     metrics: tuple[str, ...] | None = None  # names; None: those of the recipe
+    progress: ProgressBar | None = None  # opened on the first rank
+
+    def counting(self, world: World, label: str) -> AbstractContextManager[ShowProgress]:
+        """Open a bar that counts answers, on the first rank only."""
+        if self.progress is None or not world.is_first:
+            return nullcontext(_show_no_progress)
+        return self.progress(label, "answered")
 
 
 def run(request: EvaluateRequest) -> None:
@@ -163,11 +170,12 @@ def _evaluate(request: EvaluateRequest, recipe: Recipe, world: World) -> None:
     metrics = _find_metrics(request, recipe)
     questions = select_questions(index, request.limit)
     right = answerer.right_answers(questions)
-    with contextlib.ExitStack() as open_files:
+    with ExitStack() as opened:
         record: RoundListener = ignore_round
         if request.out is not None:
-            record = open_files.enter_context(AnswerRecorder(request.out, answerer, right, metrics, world)).record
-        answers, bad = _ask(answerer, questions, world, blank=request.blank_images, record=record)
+            record = opened.enter_context(AnswerRecorder(request.out, answerer, right, metrics, world)).record
+        show = opened.enter_context(request.counting(world, "answering"))
+        answers, bad = _ask(answerer, questions, show, blank=request.blank_images, record=record)
     drawings = None
     if recipe.model.generator is not None:
         drawer = Drawer(single_stages(generator.all_units), recipe, index, tokenizer, world)
@@ -178,7 +186,8 @@ def _evaluate(request: EvaluateRequest, recipe: Recipe, world: World) -> None:
     blanked = answers
     if not request.blank_images:  # a question without media has the same answer when blanked
         with_media = [question for question in answers if question.media]
-        blanked = answers | _ask(answerer, with_media, world, blank=True)[0]
+        with request.counting(world, "answering blanked questions") as show:
+            blanked = answers | _ask(answerer, with_media, show, blank=True)[0]
     if world.is_first:
         templates = score(answers, blanked, right, _training_answers(recipe, tokenizer), tokenizer.final_text)
         given = [GivenAnswer(question, right[question], answer) for question, answer in answers.items()]
@@ -195,22 +204,25 @@ def _find_metrics(request: EvaluateRequest, recipe: Recipe) -> list[Metric]:
 def _ask(
     answerer: QuestionAnswerer,
     questions: Sequence[HeldOutQuestion],
-    world: World,
+    show: ShowProgress,
     *,
     blank: bool,
     record: RoundListener = ignore_round,
 ) -> tuple[dict[HeldOutQuestion, str], list[Quarantined]]:
-    """Let the model answer, with a bar on a terminal of the first rank; `record` hears of each round on all ranks."""
-    console = Console(stderr=True, quiet=not world.is_first)
-    columns = (*Progress.get_default_columns(), MofNCompleteColumn())
-    with Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty()) as progress:
-        task = progress.add_task("answers, media blanked" if blank else "answers", total=len(questions))
+    """Let the model answer; `show` hears how many questions are done, and `record` of each round on all ranks."""
+    num_done = 0
 
-        def finish_round(answered: AnsweredRound) -> None:
-            record(answered)
-            progress.advance(task, answered.num_questions)
+    def finish_round(answered: AnsweredRound) -> None:
+        nonlocal num_done
+        record(answered)
+        num_done += answered.num_questions
+        show(num_done, len(questions))
 
-        return answerer.answer(questions, blank=blank, listener=finish_round)
+    return answerer.answer(questions, blank=blank, listener=finish_round)
+
+
+def _show_no_progress(done: int, total: int) -> None:
+    """Take the place of a bar."""
 
 
 def _run_whole_model(recipe: Recipe, world: World) -> dict[str, UnitPlan]:

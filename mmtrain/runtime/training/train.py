@@ -132,7 +132,16 @@ def train_rank(request: TrainRequest, address: Address) -> None:
                 _print_summary(session, chosen)
         leave()
     if checkpoint:
-        raise StoppedAndSaved(f"stopped by a signal and saved {checkpoint}; continue with --resume")
+        raise StoppedAndSaved(f"stopped by a signal and saved {checkpoint}; {_how_to_go_on(request, address)}")
+
+
+def _how_to_go_on(request: TrainRequest, address: Address) -> str:
+    """Say how to continue a stopped run: by the command to paste, if no launcher's command belongs around it."""
+    if request.resume_command is None:
+        return "continue it with `resume=True`"
+    if address.launcher != "mmtrain":
+        return f"start it under {address.launcher} as before, with --resume"
+    return f"continue with:\n  {request.resume_command}"
 
 
 def _with_counted_steps(session: RankSession, plan: Plan) -> RankSession:

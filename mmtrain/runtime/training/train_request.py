@@ -49,6 +49,7 @@ class TrainRequest:
     may_be_new: bool = False  # with `resume`: start a run if there is none
     restarting_launcher: ProcessIdentity | None = None  # the process that does so, and keeps the folder meanwhile
     force_unlock: bool = False  # take the folder from a run that owns it
+    resume_command: str | None = None  # what continues the run, for messages; None: not started by a command
     mixed_devices: bool = False  # ranks have GPUs of several kinds, and `hardware` is the slowest of them
     chosen_plan: Plan | None = None  # the first plan of the run in this process, once it is known
     num_steps: int | None = None  # of a recipe that states epochs, once groups are counted
