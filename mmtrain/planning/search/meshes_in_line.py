@@ -57,4 +57,5 @@ class MeshesInLine:
         return min(heads, key=lambda head: head[0], default=(math.inf, None))
 
     def _ratio(self, pp: int) -> float:
-        return min((ratio for seen, ratio in self._ratios.items() if seen <= pp), default=1.0)
+        is_known = any(seen <= pp for seen in self._ratios)
+        return min(self._ratios.values()) if is_known else 1.0
