@@ -15,8 +15,8 @@ class MeshesInLine:
 
     An estimate by meshes leaves out that the layers of a pipeline cannot be divided evenly, nor microbatches be alike.
     So the least ratio seen so far, of the estimate of a layer partition to that by meshes, is taken as that of others,
-    but not of those with a shorter pipeline of the LLM: they may lose less. (With 24 ranks qwen2_vl_7b's pipelines of
-    five ranks lie 15% above the estimate, and eight replicas without one 1%.)
+    but not of those whose pipeline of the LLM is shorter than all seen: they may lose less. (With 24 ranks
+    qwen2_vl_7b's pipelines of five ranks lie 15% above the estimate, and eight replicas without one 1%.)
     """
 
     def __init__(self, further: Iterator[EstimatedCandidate]) -> None:
@@ -24,7 +24,7 @@ class MeshesInLine:
         self._further = further
         self._next = next(further, None)
         self._waiting: dict[int, deque[EstimatedCandidate]] = {}  # by the LLM's pp
-        self._ratios: dict[int, float] = {}  # least of each
+        self._ratios: dict[int, float] = {}  # least of each pp
 
     def learn(self, candidate: Candidate, ratio: float) -> None:
         """Note the ratio of a candidate's estimate by its layer partition to that by its meshes."""
