@@ -54,3 +54,10 @@ def test_others_may_replace_those_that_wait() -> None:
     assert line.first_within(5.0) is not None
     line.go_on_with(iter([entry(2, 1.5, pp=1)]))
     assert taken(line, 5.0) == [2]
+
+
+def test_estimates_that_are_too_high_are_corrected_before_the_limit_is_compared() -> None:
+    entries = [entry(0, 1.0, pp=2), entry(1, 1.2, pp=4), entry(2, 1.25, pp=1)]
+    line = MeshesInLine(iter(entries))
+    line.learn(entries[0][1], 0.8)
+    assert taken(line, 1.0) == [0, 1], "1.2 s are 0.96 s; without a pipeline no ratio is known"

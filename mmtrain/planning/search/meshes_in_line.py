@@ -24,12 +24,13 @@ class MeshesInLine:
         self._further = further
         self._next = next(further, None)
         self._waiting: dict[int, deque[EstimatedCandidate]] = {}  # by the LLM's pp
-        self._ratios: dict[int, float] = {}  # least of each pp
+        self._least_ratio = math.inf
+        self._shortest_pp = math.inf  # of those whose ratio is known
 
     def learn(self, candidate: Candidate, ratio: float) -> None:
         """Note the ratio of a candidate's estimate by its layer partition to that by its meshes."""
-        pp = candidate.assignment.meshes[LLM].pp
-        self._ratios[pp] = min(ratio, self._ratios.get(pp, math.inf))
+        self._least_ratio = min(self._least_ratio, ratio)
+        self._shortest_pp = min(self._shortest_pp, candidate.assignment.meshes[LLM].pp)
 
     def go_on_with(self, further: Iterator[EstimatedCandidate]) -> None:
         """Take from other ones from now on, and forget those that wait."""
@@ -39,7 +40,8 @@ class MeshesInLine:
     def first_within(self, limit_s: float) -> EstimatedCandidate | None:
         """Return the one with the least corrected estimate if that is at most `limit_s`; it stays in line."""
         least_s, first = self._first_waiting()
-        while self._next is not None and self._next[0] * min(self._ratio(1), 1.0) <= min(limit_s, least_s):
+        low_ratio = min(self._ratio(1), self._least_ratio)  # of whichever comes
+        while self._next is not None and self._next[0] * low_ratio <= min(limit_s, least_s):
             pp = self._next[1].assignment.meshes[LLM].pp
             self._waiting.setdefault(pp, deque()).append(self._next)
             self._next = next(self._further, None)
@@ -57,5 +59,4 @@ class MeshesInLine:
         return min(heads, key=lambda head: head[0], default=(math.inf, None))
 
     def _ratio(self, pp: int) -> float:
-        is_known = any(seen <= pp for seen in self._ratios)
-        return min(self._ratios.values()) if is_known else 1.0
+        return self._least_ratio if self._shortest_pp <= pp else 1.0
