@@ -3,6 +3,7 @@
 An `Evaluator` belongs to one planning problem. It owns all caches, so candidates stay small and immutable.
 """
 
+import math
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import replace
@@ -159,17 +160,21 @@ class Evaluator:
 
     def simulate(self, candidate: Candidate) -> Candidate:
         """Simulate a fitted candidate on the sampled batches, unless one that runs the same stages was simulated."""
+        simulated = self.simulate_unless_slow(candidate, math.inf)
+        assert simulated is not None
+        return simulated
+
+    def simulate_unless_slow(self, candidate: Candidate, max_first_batch_s: float) -> Candidate | None:
+        """Do as `simulate`, but simulate nothing beyond the first sampled batch where that takes longer: None."""
         key = _what_runs(candidate)
-        simulation = self._simulations.get(key) or self._simulate(candidate.layout, candidate.schedule)
-        assert simulation is not None
+        simulation = self._simulations.get(key)
+        if simulation is None:
+            simulation = self._simulate(candidate.layout, candidate.schedule, max_first_batch_s=max_first_batch_s)
+        if simulation is None or simulation.first_batch_step_s > max_first_batch_s:
+            return None
         if key is not None:
             self._simulations[key] = simulation
         return candidate.simulated(simulation)
-
-    def simulate_unless_slow(self, candidate: Candidate, max_first_batch_s: float) -> Candidate | None:
-        """Simulate a fitted candidate, but nothing beyond the first sampled batch where that takes longer: None."""
-        simulation = self._simulate(candidate.layout, candidate.schedule, max_first_batch_s=max_first_batch_s)
-        return None if simulation is None else candidate.simulated(simulation)
 
     @cached_property
     def _simulate(self) -> "partial[Simulation | None]":

@@ -475,12 +475,10 @@ class BestFirstSearch:
             if not any(node.candidate.id == candidate.id for node in self.queue):
                 self._reject_misfit(candidate.id)
             return
-        fastest = self._fastest()
-        if fastest is None or self.is_exhaustive:
-            simulated: Candidate | None = self.evaluator.simulate(fitted)
-        else:
+        fastest, limit_s = self._fastest(), math.inf
+        if fastest is not None and not self.is_exhaustive:
             limit_s = fastest.first_batch_step_s * self.budget.max_first_batch_ratio
-            simulated = self.evaluator.simulate_unless_slow(fitted, limit_s)
+        simulated = self.evaluator.simulate_unless_slow(fitted, limit_s)
         if simulated is None:
             assert fastest is not None
             bound_s = max(bound_s, fastest.step_time_s)
