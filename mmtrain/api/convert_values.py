@@ -136,7 +136,6 @@ def _fraction(value: Any) -> float:
 
 RULES: Mapping[str, Callable[[Any], Any]] = {
     "int": _whole,
-    "count": _whole,
     "steps": _positive,
     "float": _number,
     "bool": _flag,
@@ -149,7 +148,6 @@ RULES: Mapping[str, Callable[[Any], Any]] = {
     "targets": _targets,
     "clip": _clip,
     "fraction": _fraction,
-    "validate": _positive,
 }
 
 
@@ -163,7 +161,7 @@ def convert_value(rule: str, value: Any) -> Any:
     if name == "choice":
         return _choice(dict(pair.split("=") for pair in argument.split(";")), value)
     if name == "on":
-        if not is_true(value) and str(value).lower() in ("false", "0", "none"):
+        if str(value).lower() in ("false", "0", "none"):
             raise NoMatchError("")
         return {"false": False, "true": True}.get(argument, argument)
     return RULES[name](value)

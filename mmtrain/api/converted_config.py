@@ -44,6 +44,9 @@ _DEFAULT_SEQ_LEN = 2048
 _SECTIONS = ("name", "run_dir", "model", "data", "parallel", "cluster", "train")  # in the order of a recipe
 _TUNING_WITHOUT_ADAPTERS = ("full", "freeze", "none", "false", "")
 _OWN_OPTIMIZERS = ("adamw", "adam")
+_LIST_RULES = ("targets", "loggers")
+_LENGTHS = ("train.epochs", "train.steps")
+_TUNING_KEYS = ("finetuningtype", "traintype", "tunertype", "adapter", "usepeft")
 
 
 @dataclass
@@ -313,7 +316,7 @@ class _Converter:
             self._settings["data.sources"] = [{"path": "mine.json"}]
             self._check("data.sources: not stated; a file of conversations")
         for setting in ("model.hf", "data.sources"):
-            if re.search(r"\$", str(self._settings.get(setting, ""))):
+            if "$" in str(self._settings.get(setting, "")):
                 self._check(f"{setting}: a variable of the script has no value here; replace it")
         _add_shapes(self._settings)
 
@@ -329,11 +332,6 @@ def _add_shapes(settings: dict[str, Any]) -> None:
     settings.setdefault("model.llm.ffn", 4 * hidden)
     settings.setdefault("model.llm.vocab", 32000)
     settings.setdefault("data.tokenizer", "tokenizer.json")
-
-
-_LIST_RULES = ("targets", "loggers")
-_LENGTHS = ("train.epochs", "train.steps")
-_TUNING_KEYS = ("finetuningtype", "traintype", "tunertype", "adapter", "usepeft")
 
 
 def _one_line(text: str) -> str:

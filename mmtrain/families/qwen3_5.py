@@ -5,7 +5,7 @@ gated, and a quarter of its features turn. The tower is that of Qwen3-VL without
 that predict further tokens; as in `transformers`, they are not trained, and export copies them.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from mmtrain.families.config_section import ConfigSection
@@ -26,10 +26,8 @@ from mmtrain.families.family import (
     tiny_decoder,
     tiny_token_id,
 )
-from mmtrain.families.qwen2_vl import DECODER
-from mmtrain.families.qwen3_vl import QWEN3_VL, folder_settings, tower_weights
+from mmtrain.families.qwen3_vl import QWEN3_VL, folder_settings
 from mmtrain.families.rotary import rotary_settings, stated_rotary
-from mmtrain.families.weight_layouts import ParameterSource
 
 _DEFAULTS = {
     "hidden_size": 4096,
@@ -124,11 +122,6 @@ def _settings(config: ConfigSection) -> FolderSettings:
     return settings_with_media(config, text_settings)
 
 
-def _weights(settings: FolderSettings) -> Iterator[ParameterSource]:
-    yield from tower_weights(settings)
-    yield from decoder_weights(settings, DECODER)
-
-
 QWEN3_5_TEXT = Family(
     "qwen3_5_text",
     (_TEXT_ARCHITECTURE,),
@@ -142,7 +135,7 @@ QWEN3_5 = Family(
     "qwen3_5",
     (_ARCHITECTURE,),
     _settings,
-    _weights,
+    QWEN3_VL.weights,
     {**QWEN3_VL.tiny, "config.json": TINY},
     markups=QWEN3_VL.markups,
     video_type=QWEN3_VL.video_type,

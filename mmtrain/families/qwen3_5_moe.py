@@ -11,7 +11,6 @@ from typing import Any
 from mmtrain.families.config_section import ConfigSection
 from mmtrain.families.decoders import decoder_weights, moe_settings
 from mmtrain.families.family import FolderSettings, Settings
-from mmtrain.families.qwen2_vl import DECODER
 from mmtrain.families.qwen3_5 import (
     QWEN3_5,
     QWEN3_5_TEXT,
@@ -21,7 +20,7 @@ from mmtrain.families.qwen3_5 import (
     settings_without_media,
     text_settings,
 )
-from mmtrain.families.qwen3_vl import tower_weights
+from mmtrain.families.qwen3_vl import QWEN3_VL_MOE
 from mmtrain.families.weight_layouts import ParameterSource
 
 _DEFAULTS = {
@@ -75,16 +74,6 @@ def _text_weights_of_the_hub(settings: FolderSettings) -> Iterator[ParameterSour
     yield from decoder_weights(settings, experts="fused")
 
 
-def _weights(settings: FolderSettings) -> Iterator[ParameterSource]:
-    yield from tower_weights(settings)
-    yield from decoder_weights(settings, DECODER)
-
-
-def _weights_of_the_hub(settings: FolderSettings) -> Iterator[ParameterSource]:
-    yield from tower_weights(settings)
-    yield from decoder_weights(settings, DECODER, experts="fused")
-
-
 QWEN3_5_MOE_TEXT = replace(
     QWEN3_5_TEXT,
     name="qwen3_5_moe_text",
@@ -98,7 +87,6 @@ QWEN3_5_MOE = replace(
     name="qwen3_5_moe",
     architectures=(_ARCHITECTURE,),
     settings=_settings,
-    weights=_weights,
-    other_layout=_weights_of_the_hub,
+    other_layout=QWEN3_VL_MOE.other_layout,
     tiny={**QWEN3_5.tiny, "config.json": _TINY},
 )

@@ -1,4 +1,4 @@
-"""`data.thoughts`: what a template is told of thinking, and which part of an answer is learned."""
+"""`data.thoughts`: `enable_thinking` of a template, and which part of an answer is learned."""
 
 from pathlib import Path
 from typing import Any

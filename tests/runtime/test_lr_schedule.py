@@ -62,7 +62,7 @@ def test_settings_that_contradict_each_other_are_refused(settings: dict[str, Any
 
 STEPS, WARMUP = 40, 6
 WSD = {"num_decay_steps": 10, "num_stable_steps": STEPS - WARMUP - 10}
-JUDGED = {  # our settings, and the schedule of transformers with its arguments
+COMPARED = {  # our settings, and the schedule of transformers with its arguments
     "linear": ({"schedule": "linear"}, "linear", {}),
     "cosine": ({"schedule": "cosine"}, "cosine", {}),
     "constant": ({"schedule": "constant"}, "constant_with_warmup", {}),
@@ -84,11 +84,11 @@ JUDGED = {  # our settings, and the schedule of transformers with its arguments
 
 @pytest.mark.slow
 @pytest.mark.parametrize("warmup", [0, WARMUP])
-@pytest.mark.parametrize("name", JUDGED)
+@pytest.mark.parametrize("name", COMPARED)
 def test_learning_rates_are_those_of_transformers(name: str, warmup: int) -> None:
     """In the warm-up we are one step ahead: its first step has a learning rate of 0, ours trains."""
     optimization = pytest.importorskip("transformers.optimization")
-    ours, theirs, arguments = JUDGED[name]
+    ours, theirs, arguments = COMPARED[name]
     settings = OptimizerSettings(lr=1.0, **{**ours, "warmup_ratio": warmup / STEPS})
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     if "num_stable_steps" in arguments:

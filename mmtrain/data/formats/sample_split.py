@@ -28,6 +28,7 @@ class ChosenSamples:
     def __init__(self, numbers: Iterable[int], fraction: float | None = None) -> None:
         """Choose `numbers`; note which of these a held-out `fraction` takes away from training."""
         self._wanted = frozenset(numbers)
+        self._last = max(self._wanted)
         self._fraction = fraction or 0.0
         self.num_samples = 0  # that were looked at
         self.numbers: list[int] = []  # of those chosen, in order
@@ -35,7 +36,7 @@ class ChosenSamples:
 
     def select(self, source: SourceSettings, samples: Iterable[Sample | Quarantined]) -> Iterator[Sample | Quarantined]:
         """See `SampleFilter`. Nothing behind the last one is read."""
-        for sample in samples if self.num_samples <= max(self._wanted) else ():
+        for sample in samples if self.num_samples <= self._last else ():
             number = self.num_samples
             self.num_samples += 1
             if number in self._wanted:
@@ -43,7 +44,7 @@ class ChosenSamples:
                 if isinstance(sample, Sample) and sample_position(sample, source) < self._fraction:
                     self.held_out.add(number)
                 yield sample
-            if number >= max(self._wanted):
+            if number >= self._last:
                 return
 
 

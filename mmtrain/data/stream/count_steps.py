@@ -17,10 +17,6 @@ class EpochSize:
     steps: float
     samples: float  # with their weights
 
-    def steps_of(self, epochs: float) -> int:
-        """Return the whole steps of some epochs, the nearest number where epochs end inside of steps; at least 1."""
-        return max(1, round(epochs * self.steps))
-
     @property
     def samples_per_step(self) -> float:
         """The samples of a step on average."""
@@ -35,7 +31,7 @@ def with_counted_steps(recipe: Recipe, index: DataIndex) -> Recipe:
     if recipe.train.epochs is None:
         return recipe
     stream = GroupStream.of(recipe, index)
-    return recipe.with_steps(max(1, round(recipe.train.epochs * stream.steps_per_epoch)))
+    return _with_steps(recipe, stream.steps_per_epoch)
 
 
 def with_estimated_steps(recipe: Recipe, lengths: SampleLengths) -> Recipe:
@@ -45,8 +41,13 @@ def with_estimated_steps(recipe: Recipe, lengths: SampleLengths) -> Recipe:
     """
     if recipe.train.steps is not None:
         return recipe
-    assert recipe.train.epochs is not None, "a recipe states one of both"
-    return recipe.with_steps(estimate_epoch(recipe, lengths).steps_of(recipe.train.epochs))
+    return _with_steps(recipe, estimate_epoch(recipe, lengths).steps)
+
+
+def _with_steps(recipe: Recipe, steps_per_epoch: float) -> Recipe:
+    """Set the steps of the recipe's epochs: the nearest whole number where epochs end inside of steps, at least 1."""
+    assert recipe.train.epochs is not None, "a recipe states steps or epochs"
+    return recipe.with_steps(max(1, round(recipe.train.epochs * steps_per_epoch)))
 
 
 def estimate_epoch(recipe: Recipe, lengths: SampleLengths) -> EpochSize:

@@ -65,7 +65,7 @@ def load_tokenizer(
     has_processor: whether the model is served through a processor, as those with media are; by default as the folder
         says.
     special_tokens: those that texts may spell.
-    thoughts: what the template is told of thinking, and whether thoughts are learned.
+    thoughts: `enable_thinking` of the template, and whether thoughts are learned.
 
     Raises `DataError`, also for `special_tokens` and `thoughts` with mmtrain's own format, which knows neither.
     """

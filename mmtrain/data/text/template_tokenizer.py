@@ -85,7 +85,7 @@ class TemplateTokenizer:
         has_processor: whether the model is served through a processor, as those with media are.
         special_tokens: those that texts may spell.
         usual_tools: see `ChatTemplate`.
-        thoughts: what the template is told of thinking, and whether thoughts are learned.
+        thoughts: `enable_thinking` of the template, and whether thoughts are learned.
 
         Raises `DataError` for a template that cannot be trained with.
         """

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 
 from mmtrain.planning.emit.accepted_settings import AcceptedSettings
 from mmtrain.planning.emit.common_inexpressible import (
-    MEGATRON_COOLDOWNS,
     MEGATRON_SCHEDULES,
     router_inexpressible,
     schedule_inexpressible,
@@ -20,6 +19,7 @@ from mmtrain.planning.emit.megatron_layout import (
     first_rank_problems,
     is_even,
     layout_text,
+    megatron_schedule,
     mixer_problems,
 )
 from mmtrain.planning.emit.shell_script import ShellScript, ShellVariable, shell_text
@@ -115,12 +115,7 @@ def _training_settings(job: PlannedJob) -> Iterator[EmittedSetting]:
     yield EmittedSetting("optimizer.adam_eps", optimizer.eps)
     yield EmittedSetting("optimizer.weight_decay", optimizer.weight_decay)
     yield EmittedSetting("optimizer.clip_grad", optimizer.clip_norm or 0.0)
-    yield EmittedSetting("scheduler.lr_decay_style", MEGATRON_SCHEDULES[optimizer.schedule])
-    if optimizer.schedule == "wsd":
-        yield EmittedSetting("scheduler.lr_wsd_decay_style", MEGATRON_COOLDOWNS[optimizer.cooldown])
-        yield EmittedSetting("scheduler.lr_wsd_decay_iters", optimizer.num_cooldown_steps(train.num_steps))
-    yield EmittedSetting("scheduler.lr_decay_iters", train.num_steps)
-    yield EmittedSetting("scheduler.lr_warmup_iters", optimizer.num_warmup_steps(train.num_steps))
+    yield from (EmittedSetting(f"scheduler.{name}", value) for name, value in megatron_schedule(job))
     yield EmittedSetting("ddp.grad_reduce_in_fp32", train.grad_reduce == "fp32")
     yield EmittedSetting("checkpoint.save_interval", train.checkpoint.every or train.num_steps)
     yield EmittedSetting("rng.seed", train.seed)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mmtrain.planning.artifact.plan import UnitPlan
-from mmtrain.planning.emit.common_inexpressible import data_inexpressible
+from mmtrain.planning.emit.common_inexpressible import MEGATRON_COOLDOWNS, MEGATRON_SCHEDULES, data_inexpressible
 from mmtrain.planning.emit.emitted_plan import Inexpressible, PlannedJob
 from mmtrain.program.ir.graph import LLM
 
@@ -104,6 +104,17 @@ def mixer_problems(job: PlannedJob) -> Iterator[str]:
     settings = job.recipe.model.llm
     if settings.delta_net is not None or settings.attention_gate:
         yield "the LLM has delta_net or attention_gate, whose arguments of Megatron-core are not written yet"
+
+
+def megatron_schedule(job: PlannedJob) -> Iterator[tuple[str, str | int]]:
+    """Yield Megatron-core's names and values of the learning rate's schedule, one of `MEGATRON_SCHEDULES`."""
+    num_steps, optimizer = job.recipe.train.num_steps, job.recipe.train.optimizer
+    yield "lr_decay_style", MEGATRON_SCHEDULES[optimizer.schedule]
+    if optimizer.schedule == "wsd":
+        yield "lr_wsd_decay_style", MEGATRON_COOLDOWNS[optimizer.cooldown]
+        yield "lr_wsd_decay_iters", optimizer.num_cooldown_steps(num_steps)
+    yield "lr_decay_iters", num_steps
+    yield "lr_warmup_iters", optimizer.num_warmup_steps(num_steps)
 
 
 def first_rank_problems(job: PlannedJob) -> Iterator[str]:

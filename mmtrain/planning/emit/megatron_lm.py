@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from mmtrain.planning.emit.accepted_settings import AcceptedSettings
-from mmtrain.planning.emit.common_inexpressible import MEGATRON_COOLDOWNS, MEGATRON_SCHEDULES, schedule_inexpressible
+from mmtrain.planning.emit.common_inexpressible import MEGATRON_SCHEDULES, schedule_inexpressible
 from mmtrain.planning.emit.emitted_plan import EmittedSetting, Inexpressible, OtherTrainer, PlannedJob, SettingGroup
 from mmtrain.planning.emit.megatron_layout import (
     VISION,
@@ -15,6 +15,7 @@ from mmtrain.planning.emit.megatron_layout import (
     first_rank_problems,
     is_even,
     layout_text,
+    megatron_schedule,
     mixer_problems,
 )
 from mmtrain.planning.emit.shell_script import ShellScript, ShellVariable, shell_text
@@ -229,12 +230,7 @@ def _training_settings(job: PlannedJob) -> Iterator[EmittedSetting]:
     yield EmittedSetting("--train-iters", train.num_steps)
     yield EmittedSetting("--lr", optimizer.lr)
     yield EmittedSetting("--min-lr", optimizer.min_lr)
-    yield EmittedSetting("--lr-decay-style", MEGATRON_SCHEDULES[optimizer.schedule])
-    if optimizer.schedule == "wsd":
-        yield EmittedSetting("--lr-wsd-decay-style", MEGATRON_COOLDOWNS[optimizer.cooldown])
-        yield EmittedSetting("--lr-wsd-decay-iters", optimizer.num_cooldown_steps(train.num_steps))
-    yield EmittedSetting("--lr-decay-iters", train.num_steps)
-    yield EmittedSetting("--lr-warmup-iters", optimizer.num_warmup_steps(train.num_steps))
+    yield from (EmittedSetting(f"--{name.replace('_', '-')}", value) for name, value in megatron_schedule(job))
     yield EmittedSetting("--adam-beta1", optimizer.betas[0])
     yield EmittedSetting("--adam-beta2", optimizer.betas[1])
     yield EmittedSetting("--adam-eps", optimizer.eps)

@@ -37,7 +37,7 @@ class ThoughtSettings(Section):
         None,
         affects={"plan", "lengths", "steps", "resume"},
         added_later=True,
-        description="What the chat template is told as `enable_thinking`, in training and in prompts of `evaluate`. "
+        description="What the chat template gets as `enable_thinking`, in training and in prompts of `evaluate`. "
         "With `false`, Qwen3.5's prompts close an empty thought. Default: nothing, so that the template decides.",
     )
     learn: bool = setting(

@@ -20,6 +20,7 @@ from mmtrain.checkpoint import find, open_newest_good
 from mmtrain.costs.hardware import ELEMENT_BYTES, GIB
 from mmtrain.costs.layer_arithmetic import num_parameters
 from mmtrain.data import DataIndex, Quarantined, Sample, SampleTokenizer, build_index, load_recipe_tokenizer
+from mmtrain.data.callbacks import ProgressCallback
 from mmtrain.data.formats.read_source import read_samples
 from mmtrain.data.formats.sample import written_text
 from mmtrain.data.formats.sample_split import SampleSplit
@@ -75,8 +76,7 @@ from mmtrain.runtime.world import (
 )
 
 NUM_EXAMPLES = 5  # of questions, shown with their answers
-ShowProgress = Callable[[int, int], None]  # of how many that are done, and how many there are
-ProgressBar = Callable[[str, str], AbstractContextManager[ShowProgress]]  # of a label and the word for what is done
+ProgressBar = Callable[[str, str], AbstractContextManager[ProgressCallback]]  # of a label and the word for what is done
 Answers = Mapping[HeldOutQuestion, str]
 # Of a device's memory. The rest is for keys and values, activations, the decoder of latents and the allocator.
 MAX_SHARE_OF_WEIGHTS = 0.6
@@ -98,7 +98,7 @@ class EvaluateRequest:
     metrics: tuple[str, ...] | None = None  # names; None: those of the recipe
     progress: ProgressBar | None = None  # opened on the first rank
 
-    def counting(self, world: World, label: str) -> AbstractContextManager[ShowProgress]:
+    def counting(self, world: World, label: str) -> AbstractContextManager[ProgressCallback]:
         """Open a bar that counts answers, on the first rank only."""
         if self.progress is None or not world.is_first:
             return nullcontext(_show_no_progress)
@@ -204,7 +204,7 @@ def _find_metrics(request: EvaluateRequest, recipe: Recipe) -> list[Metric]:
 def _ask(
     answerer: QuestionAnswerer,
     questions: Sequence[HeldOutQuestion],
-    show: ShowProgress,
+    show: ProgressCallback,
     *,
     blank: bool,
     record: RoundListener = ignore_round,
