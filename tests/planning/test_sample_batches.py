@@ -7,11 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmtrain.balance import Grouping
+from mmtrain.balance import Grouping, ItemLengths, SampleLengths
 from mmtrain.balance.batch_meta import mean_tokens
 from mmtrain.balance.columns import SourceValues
 from mmtrain.balance.grouping.methods import unit_tokens
 from mmtrain.errors import PlanError
+from mmtrain.planning.space.budget import SamplingBudget
 from mmtrain.planning.space.sample_batches import sample_batches
 from tests.planning.factory import lengths, text_lengths
 
@@ -38,6 +39,34 @@ def test_a_few_sampled_batches_represent_the_variation_of_steps() -> None:
         sampled = sample_batches(samples, Grouping(384, 4096, 4), seed)
         mean = work[np.concatenate([g for groups in sampled.groups for g in groups])].sum(axis=0)
         assert mean / mean[0] == pytest.approx(share, rel=0.08)
+
+
+@pytest.mark.parametrize(("method", "num_batches"), [("matched", 2), ("isf", 2), ("device", 3)])
+def test_of_steps_with_very_many_samples_fewer_are_taken(method: str, num_batches: int) -> None:
+    """Such steps hardly differ, but those of `device`, whose groups are alike."""
+    samples = lengths(2000)
+    grouping = Grouping(384, 4096, 64, method)  # type: ignore[arg-type]
+    per_step = 64 * 384 / mean_tokens(samples)[0]
+    budget = SamplingBudget(max_samples=int(2.5 * per_step))
+    assert len(sample_batches(samples, grouping, 0, budget).groups) == num_batches
+    least = sample_batches(samples, grouping, 0, SamplingBudget(max_samples=1))
+    assert len(least.groups) == (3 if method == "device" else 1)
+
+
+@pytest.mark.parametrize(("change", "num_batches"), [("none", 1), ("text", 3), ("picture", 3), ("count", 3)])
+def test_one_step_stands_for_all_where_samples_are_alike(change: str, num_batches: int) -> None:
+    tokens, sizes = np.full(60, 100), np.full(60, 4)
+    first = np.arange(61)
+    if change == "text":
+        tokens[::2] = 90
+    elif change == "picture":
+        sizes[::2] = 2
+    elif change == "count":
+        first = np.minimum(2 * ((first + 1) // 2), 60)  # two pictures in every other sample
+    items = ItemLengths(first, sizes, sizes, sizes * sizes, sizes * sizes // 4)
+    samples = SampleLengths(tokens, tokens // 2, {"vision": items})
+    sampled = sample_batches(samples, Grouping(384, 64, 4), seed=0)
+    assert len(sampled.groups) == len(sampled.unmatched) == num_batches
 
 
 def test_of_many_samples_few_are_drawn_as_often_as_training_uses_them(monkeypatch: pytest.MonkeyPatch) -> None:

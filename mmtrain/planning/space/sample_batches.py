@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from mmtrain.balance import BatchMeta, Grouping, IntArray, ItemTable, SampleLengths, StepTargets, assign
 from mmtrain.balance.assign import COST_PER_TOKEN, NO_TARGETS
-from mmtrain.balance.batch_meta import SampleTokens, mean_tokens
+from mmtrain.balance.batch_meta import SampleTokens, item_rows, mean_tokens
 from mmtrain.balance.dispatch.dispatch_samples import dispatch_samples
 from mmtrain.balance.dispatch.phase_loads import stream_groups_of
 from mmtrain.balance.grouping.groups_per_step import draw_samples
@@ -108,17 +108,21 @@ def sample_batches(
     """Draw samples at random, group them as training does, and take steps that stand for all.
 
     Steps differ, most of all where grouping makes the groups of one step alike (`device`). Ordered by their work, the
-    steps in the middle of `num_batches` equal parts are taken. A dataset with too few samples is repeated, as
-    further epochs would. Long samples that train in steps of their own are drawn among the others, so the mean cost of
-    a step is right.
+    steps in the middle of `num_batches` equal parts are taken. Of steps with very many samples, which hardly differ,
+    fewer are taken, and one where all samples are alike. A dataset with too few samples is repeated, as further epochs
+    would. Long samples that train in steps of their own are drawn among the others, so the mean cost of a step is
+    right.
 
     Raises:
         PlanError: there are no samples.
     """
     if len(lengths) == 0:
         raise PlanError("data.sources: no usable sample, so there is nothing to plan for")
-    num_batches, global_batch = budget.num_batches, grouping.global_batch
+    global_batch = grouping.global_batch
     samples_per_group = grouping.seq_len / max(float(mean_tokens(lengths)[0]), 1.0)
+    num_batches = budget.num_batches
+    if grouping.method != "device":
+        num_batches = min(num_batches, max(1, int(budget.max_samples / (global_batch * samples_per_group))))
     num_needed = int(np.ceil(budget.sample_surplus_ratio * num_batches * global_batch * samples_per_group))
     num_samples = max(num_needed, min(budget.min_samples_to_group, grouping.window))
     rng = np.random.default_rng(seed)
@@ -134,6 +138,8 @@ def sample_batches(
     steps.sort(key=lambda step: int(work[np.concatenate(step)].sum()))
     middles = [(2 * part + 1) * num_steps // (2 * num_batches) for part in range(num_batches)]
     chosen = [steps[middle] for middle in middles]
+    if _are_alike(chosen, lengths):
+        chosen = chosen[:1]
     unmatched = tuple(chosen)
     if grouping.method == "matched" and grouping.reorder:
         chosen = [_match(step, sizes, grouping) for step in chosen]
@@ -145,6 +151,18 @@ def sample_batches(
         unmatched,
         sizes=sizes if grouping.reorder and grouping.method != "matched" else None,
     )
+
+
+def _are_alike(steps: Sequence[Sequence[IntArray]], lengths: SampleLengths) -> bool:
+    """Return whether all groups of these steps hold as many samples, all of the same lengths."""
+    groups = [group for step in steps for group in step]
+    samples = np.concatenate(groups).astype(np.int64)
+    columns = [np.array([len(group) for group in groups]), lengths.tokens[samples], lengths.targets[samples]]
+    for items in lengths.items.values():
+        columns.append(items.first[samples + 1] - items.first[samples])
+        _, rows = item_rows(items, samples)
+        columns += [column[rows] for column in (items.rows, items.cols, items.tokens, items.features)]
+    return all(len(column) == 0 or bool((column == column[0]).all()) for column in columns)
 
 
 def _match(groups: list[IntArray], sizes: GroupingSizes, grouping: Grouping) -> list[IntArray]:
