@@ -19,6 +19,8 @@ from mmtrain.planning.layer_costs.layer_partition import anchored_partition, par
 from mmtrain.planning.space.candidate import Candidate, FittedLayout, MeshAssignment, partition_of
 from mmtrain.planning.space.constraints import UnitChoices
 from mmtrain.planning.space.problem import PlanningProblem
+from mmtrain.planning.space.sample_batches import BatchSplit
+from mmtrain.program.ir.step_loads import StepLoads
 from mmtrain.recipe.settings.schema import Recipe
 
 VISION: dict[str, Any] = {
@@ -147,3 +149,8 @@ def anchor_layout(
     """Divide every layer chain at its anchor."""
     partition = anchored_partition(assignment, layer_costs, choices)
     return None if partition is None else partitioned_layout(assignment, layer_costs, partition)
+
+
+def loads_of_steps(layer_costs: LayerCosts, split: BatchSplit) -> list[StepLoads]:
+    """Return loads and routes of every sampled batch under a split."""
+    return [layer_costs.loads.of_step(split, batch) for batch in range(len(layer_costs.batches.groups))]

@@ -45,6 +45,7 @@ from tests.planning.factory import (
     evaluator_for,
     layer_costs_for,
     lengths,
+    loads_of_steps,
     problem_for,
     recipe,
     simulated,
@@ -118,7 +119,7 @@ def test_planned_orders_pass_the_checker_and_are_evaluated_as_they_run(
                     program,
                     SampledBatchTiming(model_timing(graph, layer_costs, loads, MACHINE), seconds, batch, layer_costs),
                 ).step_time_s
-                for batch, loads in enumerate(layer_costs.loads.of_step(batch_split_of(graph)))
+                for batch, loads in enumerate(loads_of_steps(layer_costs, batch_split_of(graph)))
             ]
             if graph.num_groups == 1:
                 assert planned.step_time_s == pytest.approx(sum(times) / len(times))

@@ -110,7 +110,7 @@ def test_the_timing_of_a_plan_is_that_of_the_search() -> None:
     layout = partitioned_layout(assignment, layer_costs, partition)
     graph = scheduled_graph(layout, layout.default_schedule, layer_costs)
     seconds = layer_costs.stage_seconds(graph)
-    loads = layer_costs.loads.of_step(assignment.batch_split)[0]
+    loads = layer_costs.loads.of_step(assignment.batch_split, 0)
     timing = model_timing(graph, layer_costs, loads, evaluator.problem.hardware)
     [stage] = [stage.id for stage in graph.stages if stage.id.unit == LLM]
     for index in range(4):

@@ -41,5 +41,8 @@ def test_a_search_for_fast_plans_finds_what_a_whole_search_finds_or_nothing(plac
     fastest_s = min(candidate.step_time_s for candidate in search(math.inf).candidates)
     limited = search(fastest_s * 1.001)
     assert min(candidate.step_time_s for candidate in limited.candidates) == pytest.approx(fastest_s, rel=1e-3)
+    searches = StrategySearches(Evaluator(problem, QUICK_BUDGET))
+    assert searches.find_faster_than(fastest_s * 1.001)
+    assert not searches.find_faster_than(fastest_s * 0.999)
     too_fast = search(fastest_s * 0.5)
     assert all(candidate.step_time_s > fastest_s * 0.5 for candidate in too_fast.candidates)

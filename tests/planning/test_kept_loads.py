@@ -27,7 +27,7 @@ from mmtrain.program.ir.graph import LLM, Microbatch, StageGraph
 from mmtrain.program.ir.step_loads import StepLoads, step_loads
 from scripts.measurements import run_child
 from scripts.whatif_problems import WHAT_IF_FOLDER
-from tests.planning.factory import heard, speech
+from tests.planning.factory import heard, loads_of_steps, speech
 
 UNITS = ("vision", "audio", LLM)
 
@@ -83,7 +83,7 @@ def test_loads_of_a_replica_group_are_a_part_of_the_whole(problem: PlanningProbl
     for split in splits(problem.batches.global_batch):
         num_groups = num_groups_of(split)
         group = num_groups - 1
-        whole, found = layer_costs.loads.of_step(split)[1], layer_costs.loads.of_group(split, 1, group)
+        whole, found = layer_costs.loads.of_step(split, 1), layer_costs.loads.of_group(split, 1, group)
         first = {entry.unit: group * entry.dp // num_groups for entry in split}
 
         def in_whole(mb: Microbatch, first: dict[str, int] = first) -> Microbatch:
@@ -135,7 +135,7 @@ def test_few_whole_layouts_stay_in_memory(problem: PlanningProblem) -> None:
     )
     layer_costs, all_splits = LayerCosts(problem, budget=budget), list(splits(problem.batches.global_batch))
     for split in all_splits:
-        layer_costs.loads.of_step(split)
+        loads_of_steps(layer_costs, split)
         layer_costs.unit_times("vision", 1, split)
         assert layer_costs.loads._laid_out.size <= budget.evaluation.max_kept_batch_bytes
         assert layer_costs._unit_times.size <= budget.evaluation.max_kept_time_bytes
@@ -154,7 +154,7 @@ def test_loads_of_small_steps_are_summed_up_once(problem: PlanningProblem, monke
     monkeypatch.setattr(sampled_loads, "step_loads", counted)
     layer_costs, few_splits = LayerCosts(problem), list(splits(problem.batches.global_batch))[:8]
     for split in few_splits * 3:  # as sizes of shards and ways to dispatch come back to them
-        layer_costs.loads.of_step(split)
+        loads_of_steps(layer_costs, split)
     assert (
         len(summed_up) == len(set(few_splits)) * len(problem.batches.groups) > DEFAULT_BUDGET.evaluation.min_kept_steps
     )

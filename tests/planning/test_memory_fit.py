@@ -19,7 +19,9 @@ SURPLUS = DEFAULT_BUDGET.sampling.unsampled_load_ratio
 
 def test_memory_is_planned_for_more_than_the_sampled_batches_show() -> None:
     layer_costs = factory.evaluator_for(factory.recipe(seq_len=384)).layer_costs
-    sampled = [(mb.unit, load) for loads in layer_costs.loads.of_step(SPLIT) for mb, load in loads.loads.items()]
+    sampled = [
+        (mb.unit, load) for loads in factory.loads_of_steps(layer_costs, SPLIT) for mb, load in loads.loads.items()
+    ]
     images = max((load for unit, load in sampled if unit == "vision"), key=lambda load: load.tokens)
     largest = layer_costs.loads.largest("vision", SPLIT)
     assert largest.tokens == round(SURPLUS * images.tokens)
@@ -31,7 +33,10 @@ def test_memory_is_planned_for_more_than_the_sampled_batches_show() -> None:
 def test_a_text_is_never_longer_than_a_sequence_may_be(seq_len: int) -> None:
     layer_costs = factory.evaluator_for(factory.recipe(seq_len=seq_len)).layer_costs
     sampled = [
-        load for loads in layer_costs.loads.of_step(SPLIT) for mb, load in loads.loads.items() if mb.unit == "llm"
+        load
+        for loads in factory.loads_of_steps(layer_costs, SPLIT)
+        for mb, load in loads.loads.items()
+        if mb.unit == "llm"
     ]
     largest = layer_costs.loads.largest("llm", SPLIT)
     assert largest.tokens == min(seq_len, round(SURPLUS * max(load.tokens for load in sampled)))

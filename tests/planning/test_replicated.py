@@ -1,5 +1,6 @@
 """The replicated placement: what a pass of sharded units takes, how steps are dispatched, and when it is chosen."""
 
+import math
 import re
 from collections import Counter
 from dataclasses import replace
@@ -29,6 +30,7 @@ from mmtrain.planning.evaluate.layout_simulation import model_timing, simulate_f
 from mmtrain.planning.formulate import formulate_problem
 from mmtrain.planning.layer_costs.layer_costs import LayerCosts
 from mmtrain.planning.planner import plan
+from mmtrain.planning.search import replicated
 from mmtrain.planning.search.replicated import ReplicatedStrategy, shard_sizes
 from mmtrain.planning.space.budget import DEFAULT_BUDGET
 from mmtrain.planning.space.candidate import Candidate, MeshAssignment
@@ -335,7 +337,7 @@ def test_one_rank_stands_for_all_in_the_simulation(dispatch: str, schedule: str,
     evaluator = Evaluator(problem)
     [candidate] = ReplicatedStrategy().search(evaluator, None).results.candidates
     graph, layer_costs = candidate.graph, evaluator.layer_costs
-    loads = layer_costs.loads.of_step(batch_split_of(graph))[0]
+    loads = layer_costs.loads.of_step(batch_split_of(graph), 0)
     timing = model_timing(graph, layer_costs, loads, problem.hardware)
     assert candidate.schedule.kind == schedule
     program = build_program(graph, kind=candidate.schedule.kind)
@@ -360,7 +362,7 @@ def test_features_between_nodes_are_those_of_the_routes(exchange: str, tp: int) 
             assert off_node == {}
             continue
         expected = []
-        for loads in evaluator.layer_costs.loads.of_step(batch_split_of(candidate.graph)):
+        for loads in factory.loads_of_steps(evaluator.layer_costs, batch_split_of(candidate.graph)):
             source, _, destination, _, rows = loads.routes["vision", "llm"].pairs.T
             expected.append(tp * int(rows[source * tp // 8 != destination * tp // 8].sum()))
         row_bytes = problem.shape.edge("vision", "llm").width * ELEMENT_BYTES[problem.precision]
@@ -647,7 +649,7 @@ def test_whole_weights_are_planned_by_name(dispatch: str, schedule: str) -> None
     layer_costs = Evaluator(problem).layer_costs
     timings = [
         model_timing(graph, layer_costs, loads, problem.hardware)
-        for loads in layer_costs.loads.of_step(batch_split_of(graph))
+        for loads in factory.loads_of_steps(layer_costs, batch_split_of(graph))
     ]
     program = build_program(graph, kind=schedule)
     steps = [simulate(program, timing, graph.num_groups, timing.waits).step_time_s for timing in timings]
@@ -689,13 +691,13 @@ def test_less_is_sharded_only_where_the_placement_is_open(
     recipe = factory.recipe(parallel=parallel, global_batch=32)
     problem = formulate_problem(recipe, _lopsided(), world_size=16, hardware="h100-80g", recipe_sha256="x")
     simulated: list[Candidate] = []
-    simulate_one = Evaluator.simulate
+    simulate_one = Evaluator.simulate_unless_slow
 
-    def noting(evaluator: Evaluator, candidate: Candidate) -> Candidate:
+    def noting(evaluator: Evaluator, candidate: Candidate, max_first_batch_s: float) -> Candidate | None:
         simulated.append(candidate)
-        return simulate_one(evaluator, candidate)
+        return simulate_one(evaluator, candidate, max_first_batch_s)
 
-    monkeypatch.setattr(Evaluator, "simulate", noting)
+    monkeypatch.setattr(Evaluator, "simulate_unless_slow", noting)
     candidates = ReplicatedStrategy().search(Evaluator(problem), None).results.candidates
     kinds = Counter(_sharded(candidate.assignment) for candidate in simulated)
     assert set(kinds) == tried
@@ -703,6 +705,22 @@ def test_less_is_sharded_only_where_the_placement_is_open(
     fully = min(c.step_time_s for c in candidates if _sharded(c.assignment) == "zero 3")
     less = [c.step_time_s for c in candidates if _sharded(c.assignment) != "zero 3"]
     assert all(seconds * AS_FAST_RATIO < fully for seconds in less)
+
+
+@pytest.mark.parametrize("parallel", [{}, {"llm": {"tp": 2}}])
+def test_candidates_that_one_batch_shows_to_be_slow_are_put_off_and_change_nothing(
+    monkeypatch: pytest.MonkeyPatch, parallel: dict[str, Any]
+) -> None:
+    recipe = factory.recipe(parallel={"placement": "replicated", **parallel}, global_batch=32)
+    problem = formulate_problem(recipe, _lopsided(), world_size=16, hardware="h100-80g", recipe_sha256="x")
+    few = ReplicatedStrategy().search(Evaluator(problem), None).results
+    monkeypatch.setattr(replicated, "MAX_FIRST_BATCH_RATIO", math.inf)
+    everything = ReplicatedStrategy().search(Evaluator(problem), None).results
+    assert few.best is not None
+    assert everything.best is not None
+    assert few.best.step_time_s == everything.best.step_time_s
+    assert few.best.assignment == everything.best.assignment
+    assert len(few.candidates) < len(everything.candidates)
 
 
 def _sharded(assignment: MeshAssignment) -> str:
@@ -723,7 +741,7 @@ def test_kept_weights_are_gathered_by_the_first_forward_of_a_step_alone(schedule
         problem = formulate_problem(settings, factory.lengths(), world_size=4, hardware="h100-80g", recipe_sha256="x")
         chosen, layer_costs = plan(problem), Evaluator(problem).layer_costs
         graph = stage_graph(chosen, problem.shape)
-        loads = next(iter(layer_costs.loads.of_step(batch_split_of(graph))))
+        loads = layer_costs.loads.of_step(batch_split_of(graph), 0)
         timing = model_timing(graph, layer_costs, loads, problem.hardware)
         for unit in ("vision", "llm"):
             for index in (0, 1):

@@ -104,7 +104,7 @@ def test_each_rank_sends_its_own_rows_to_the_next_stage() -> None:
         assert layout is not None
         assert layout.units["llm"].sp == layer_costs.has_sp("llm", 2)
         graph = layout_graph(layout, layer_costs)
-        loads = layer_costs.loads.of_step(batch_split_of(graph))[0]
+        loads = layer_costs.loads.of_step(batch_split_of(graph), 0)
         timing = model_timing(graph, layer_costs, loads, problem.hardware)
         edges = [e for e in graph.edges if e.src.unit == e.dst.unit == "llm"]
         mb = Microbatch("llm", 0, 0)

@@ -70,7 +70,7 @@ def test_a_unit_after_the_llm_is_estimated_and_simulated_like_any_other(pp: int,
     assert 0 < max(map(chain_time_lower_bound, chains)) <= estimate_s * slack
     assert estimate_s <= candidate.step_time_s * slack
     assert set(candidate.memory) == set(range(3 + pp))
-    loads = layer_costs.loads.of_step(assignment.batch_split)[0]
+    loads = layer_costs.loads.of_step(assignment.batch_split, 0)
     assert sum(rows for mb, rows in loads.rows_out.items() if mb.unit == "llm") > 0
 
 

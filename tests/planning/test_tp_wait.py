@@ -23,8 +23,8 @@ def bubbles_of(tp: int) -> tuple[float, float]:
     graph = scheduled_graph(layout, schedule, layer_costs)
     budget = layer_costs.budget.evaluation
     candidate = _CandidateProgram.build(graph, schedule, layer_costs, problem.hardware, budget)
-    [timeline] = candidate.simulate(candidate.timings[:1])
-    exact = simulate(candidate.program, candidate.timings[0].model, candidate.num_groups)
+    timeline = candidate.simulate(0)
+    exact = simulate(candidate.program, candidate.timings.of_batch(0).model, candidate.num_groups)
     return timeline.bubble_shares()["tp_layers"], exact.bubble_shares()["tp_layers"]
 
 

@@ -152,7 +152,8 @@ def _with_merged_microbatches(
 ) -> list[Candidate]:
     """Return the simulated candidates, and those with fewer microbatches of other units that may become the fastest.
 
-    Pieces of layers in the gaps of the LLM (`tp_bubbles`) may make these shorter, at most by the share of the gaps.
+    Pieces of layers in the gaps of the LLM (`tp_bubbles`) may make these shorter, at most by the share of the gaps, and
+    never shorter than the LLM alone.
 
     slower: candidates that were not simulated, with the seconds that they take at least as their bounds.
     rival_s: the step time of another placement; a layout whose LLM alone, or the busiest of whose ranks, takes longer
@@ -165,20 +166,19 @@ def _with_merged_microbatches(
         if num_in_vain == budget.max_merged_in_vain:
             break
         fastest = min(found, key=lambda candidate: candidate.step_time_s, default=None)
-        llm_compute_share = bound.llm_compute_share(merged.assignment)
-        max_step_s, first_batch_s = rival_s / llm_compute_share, math.inf
-        if fastest is not None:
-            max_step_s = min(fastest.step_time_s, rival_s) / llm_compute_share
-            first_batch_s = budget.far_ratio / llm_compute_share * fastest.first_batch_step_s
-        if merged.time_lower_bound_s >= max_step_s:
+        best_s = rival_s if fastest is None else min(fastest.step_time_s, rival_s)
+        if merged.time_lower_bound_s >= best_s:
             continue
-        limits = _Limits(max_step_s, first_batch_s, budget.far_ratio * max_step_s)
+        llm_compute_share = bound.llm_compute_share(merged.assignment)
+        with_gaps_s, far_ratio = best_s / llm_compute_share, budget.far_ratio / llm_compute_share
+        first_batch_s = math.inf if fastest is None else far_ratio * fastest.first_batch_step_s
+        limits = _Limits(best_s, first_batch_s, budget.far_ratio * with_gaps_s)
         outcome = _Attempt(merged, evaluator, levels).run(limits)
         if not isinstance(outcome, Candidate):
             continue
         is_fastest = fastest is None or outcome.step_time_s < fastest.step_time_s
         num_in_vain = 0 if is_fastest else num_in_vain + 1
-        if outcome.step_time_s < max_step_s:
+        if outcome.step_time_s < with_gaps_s:
             found.append(outcome)
     return found
 
@@ -515,6 +515,7 @@ def _schedule_and_simulate(
     coarse = SchedulePlan(kind="coarse", num_microbatches=num_microbatches)
     coarse_bound_s = llm_alone.step_time_s + _encoder_seconds_of_first_rank(graph, layer_costs)
     coarse_bound_s *= evaluator.budget.colocated.coarse_bound_share
+    coarse_bound_s = max(coarse_bound_s, llm_alone.step_time_s * EQUAL_STEP_TIME_RATIO)
     for max_ahead in max_ahead_choices(candidate.assignment.meshes[LLM].pp):
         order = plan_encoder_order(graph, layer_costs, hardware, max_ahead=max_ahead, llm_alone=llm_alone)
         planned = SchedulePlan(kind="explicit", num_microbatches=num_microbatches, order=order)

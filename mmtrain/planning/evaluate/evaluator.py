@@ -39,6 +39,8 @@ from mmtrain.program import build_program
 from mmtrain.program.ir.graph import StageGraph, StageId
 from mmtrain.program.schedules.builder import ScheduleKind
 
+_WhatRuns = tuple[ScheduleKind, StageGraph]
+
 
 class Evaluator:
     """Advances candidates of one problem; what is asked twice is computed once."""
@@ -57,7 +59,8 @@ class Evaluator:
         self._ids = count()
         self._layer_chains: dict[int, tuple[LayerChain, ...]] = {}  # by id of the candidate
         self._estimators: dict[int | None, StepTimeEstimator] = {}
-        self._simulations: dict[tuple[ScheduleKind, StageGraph] | None, Simulation] = {}
+        self._simulations: dict[_WhatRuns | None, Simulation] = {}
+        self._slow: dict[_WhatRuns | None, float] = {}  # seconds that the first batch exceeds, of those not simulated
         self._lowered_programs = LoweredPrograms(budget.evaluation.max_kept_program_actions)
 
     def with_budget(self, budget: SearchBudget, request: PlanRequest) -> "Evaluator":
@@ -168,13 +171,19 @@ class Evaluator:
         """Do as `simulate`, but simulate nothing beyond the first sampled batch where that takes longer: None."""
         key = _what_runs(candidate)
         simulation = self._simulations.get(key)
-        if simulation is None:
+        if simulation is None and self._slow.get(key, 0.0) < max_first_batch_s:
             simulation = self._simulate(candidate.layout, candidate.schedule, max_first_batch_s=max_first_batch_s)
+            if key is not None:
+                self._remember(key, simulation, max_first_batch_s)
         if simulation is None or simulation.first_batch_step_s > max_first_batch_s:
             return None
-        if key is not None:
-            self._simulations[key] = simulation
         return candidate.simulated(simulation)
+
+    def _remember(self, key: _WhatRuns, simulation: Simulation | None, max_first_batch_s: float) -> None:
+        if simulation is None:
+            self._slow[key] = max_first_batch_s
+        else:
+            self._simulations[key] = simulation
 
     @cached_property
     def _simulate(self) -> "partial[Simulation | None]":
@@ -187,7 +196,7 @@ class Evaluator:
         )
 
 
-def _what_runs(candidate: Candidate) -> tuple[ScheduleKind, StageGraph] | None:
+def _what_runs(candidate: Candidate) -> _WhatRuns | None:
     """Return what the simulation of a fitted candidate depends on; None where its order is its own."""
     schedule = candidate.schedule
     return None if schedule.order is not None else (schedule.kind, candidate.fitted_graph)

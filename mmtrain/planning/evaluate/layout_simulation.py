@@ -1,7 +1,7 @@
 """The simulated step of one layout on the sampled batches."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import TypeVar
@@ -113,12 +113,12 @@ def simulate_unless_slow(
     """
     graph = scheduled_graph(layout, schedule, layer_costs)
     program = _CandidateProgram.build(graph, schedule, layer_costs, machine, budget, programs)
-    [first] = program.simulate(program.timings[:1])
+    first = program.simulate(0)
     if first.step_time_s > max_first_batch_s:
         return None
-    timelines = [first, *program.simulate(program.timings[1:])]
+    timelines = [first, *(program.simulate(batch) for batch in range(1, len(layer_costs.batches.groups)))]
     shares = [timeline.bubble_shares() for timeline in timelines]
-    busiest_stages, busiest_s = busiest_rank(graph, program.timings[0].seconds)
+    busiest_stages, busiest_s = busiest_rank(graph, program.timings.seconds)
     return Simulation(
         graph=graph,
         step_time_s=sum(timeline.step_time_s for timeline in timelines) / len(timelines),
@@ -138,7 +138,7 @@ def simulate_first_batch(
 ) -> Timeline:
     """Simulate a step on the first sampled batch."""
     program = _CandidateProgram.build(graph, schedule, layer_costs, machine, budget)
-    return program.simulate(program.timings[:1])[0]
+    return program.simulate(0)
 
 
 def scheduled_graph(layout: Layout, schedule: SchedulePlan, layer_costs: LayerCosts) -> StageGraph:
@@ -167,7 +167,7 @@ class _CandidateProgram:
     schedule: SchedulePlan
     compute: Program
     program: Program  # `compute` with the communication that `program.build` would add
-    timings: "list[SampledBatchTiming]"
+    timings: "_BatchTimings"
     num_groups: int  # replica groups that are simulated
 
     @classmethod
@@ -180,56 +180,64 @@ class _CandidateProgram:
         budget: EvaluationBudget,
         programs: LoweredPrograms | None = None,
     ) -> "_CandidateProgram":
-        timings = _batch_timings(graph, layer_costs, machine, budget)
+        timings = _BatchTimings(graph, layer_costs, machine, budget)
 
         def build() -> tuple[Program, Program]:
-            ranks = representative_ranks(graph, timings[0].link_class)
+            ranks = representative_ranks(graph, partial(GroupLayout.of_ranks, ranks_per_node=machine.ranks_per_node))
             compute = build_compute(graph, schedule.kind, schedule.order, ranks)
             return compute, lower(compute)
 
         compute, program = build() if programs is None else programs.get(graph, schedule, build)
         return cls(schedule, compute, program, timings, 1 if _stands_for_all(graph, budget) else graph.num_groups)
 
-    def simulate(self, timings: "Sequence[SampledBatchTiming]") -> list[Timeline]:
-        """Simulate the step on each batch.
+    def simulate(self, batch: int) -> Timeline:
+        """Simulate the step on one batch.
 
         The program is not verified: `planner.plan` does that for the chosen one.
         """
+        timing = self.timings.of_batch(batch)
         try:
-            return [simulate(self.program, timing, self.num_groups, timing.model.waits) for timing in timings]
+            return simulate(self.program, timing, self.num_groups, timing.model.waits)
         except ProgramError:  # ranks wait for each other's reductions of shared weights
             if self.schedule.kind != "explicit":
                 raise
-            program = lower(self.compute, reduce_last=True)
-            return [simulate(program, timing, self.num_groups, timing.model.waits) for timing in timings]
+            return simulate(self._reducing_last, timing, self.num_groups, timing.model.waits)
+
+    @cached_property
+    def _reducing_last(self) -> Program:
+        return lower(self.compute, reduce_last=True)
 
 
-def _batch_timings(
-    graph: StageGraph, layer_costs: LayerCosts, machine: Hardware, budget: EvaluationBudget
-) -> "list[SampledBatchTiming]":
-    """Return what every action of a graph's program takes in each sampled batch."""
-    seconds, waiting_shares = layer_costs.stage_seconds(graph), layer_costs.tp_wait_shares(graph)
-    bucket_seconds = layer_costs.bucket_seconds(graph)
-    is_one_group = _stands_for_all(graph, budget)
-    heaviest = np.zeros(len(layer_costs.batches.groups), dtype=np.int64)
-    if is_one_group and not graph.is_sharded:
-        heaviest = _heaviest_groups(graph, seconds)
-    split, timings = batch_split_of(graph), []
-    # Replicas of sharded units wait for each other in every layer, and those that dispatch exchange rows with all
-    # others, so there the loads of all of them count.
-    is_group_alone = is_one_group and not (graph.is_sharded or graph.dispatches_items)
-    for batch, group in enumerate(heaviest.tolist()):
+class _BatchTimings:
+    """What every action of a graph's program takes in each sampled batch; a batch is laid out when it is asked for."""
+
+    def __init__(self, graph: StageGraph, layer_costs: LayerCosts, machine: Hardware, budget: EvaluationBudget) -> None:
+        self.seconds = layer_costs.stage_seconds(graph)
+        self._graph, self._layer_costs, self._machine = graph, layer_costs, machine
+        self._waiting_shares = layer_costs.tp_wait_shares(graph)
+        self._bucket_seconds = layer_costs.bucket_seconds(graph)
+        self._is_one_group = _stands_for_all(graph, budget)
+        self._heaviest = np.zeros(len(layer_costs.batches.groups), dtype=np.int64)
+        if self._is_one_group and not graph.is_sharded:
+            self._heaviest = _heaviest_groups(graph, self.seconds)
+
+    def of_batch(self, batch: int) -> "SampledBatchTiming":
+        """Return the timing of one batch."""
+        graph, layer_costs, group = self._graph, self._layer_costs, int(self._heaviest[batch])
+        split = batch_split_of(graph)
+        # Replicas of sharded units wait for each other in every layer, and those that dispatch exchange rows with all
+        # others, so there the loads of all of them count.
+        is_group_alone = self._is_one_group and not (graph.is_sharded or graph.dispatches_items)
         loads = (
             layer_costs.loads.of_group(split, batch, group)
             if is_group_alone
-            else layer_costs.loads.of_step(split)[batch]
+            else layer_costs.loads.of_step(split, batch)
         )
-        model = model_timing(graph, layer_costs, loads, machine)
+        model = model_timing(graph, layer_costs, loads, self._machine)
         first_replica = _first_replicas(graph, group)
-        timings.append(
-            SampledBatchTiming(model, seconds, batch, layer_costs, waiting_shares, first_replica, bucket_seconds)
+        return SampledBatchTiming(
+            model, self.seconds, batch, layer_costs, self._waiting_shares, first_replica, self._bucket_seconds
         )
-    return timings
 
 
 def _stands_for_all(graph: StageGraph, budget: EvaluationBudget) -> bool:
@@ -379,9 +387,8 @@ class SampledBatchTiming(PrecomputedTiming):
         layer_costs = self.layer_costs
         graph = self.model.graph
         times = layer_costs.unit_times(mb.unit, graph.mesh(mb.unit).tp, batch_split_of(graph))
-        layers = zip(layer_costs.shape.unit(mb.unit).layers, layer_costs.input_grad[mb.unit], strict=True)
-        number = next(i for i, layer in enumerate(layers) if layer == (held.layer, held.input_grad))
-        of_replicas = times.by_kind[times.kind[number], :, self.batch, :, mb.index]  # (3, dp)
+        number = layer_costs.number_of_kind(mb.unit, held.layer, held.input_grad)
+        of_replicas = times.by_kind[number, :, self.batch, :, mb.index]  # (3, dp)
         seconds = (
             of_replicas[FORWARD] if kind == "F" else of_replicas[BACKWARD] + held.recompute * of_replicas[RECOMPUTE]
         )

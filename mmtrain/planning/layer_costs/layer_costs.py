@@ -245,12 +245,11 @@ class LayerCosts:
         return self._times_of_loads(unit, tp, split, self.loads.of_unit(unit, split))
 
     def _times_of_loads(self, unit: str, tp: int, split: BatchSplit, loads: LoadArrays) -> UnitLayerTimes:
-        kinds = self._layer_kinds(unit)
-        distinct = list(dict.fromkeys(kinds))
+        numbers = self._kind_numbers[unit]
         group = self.context_group(split_of_unit(unit, split), tp)
         token_split = self.token_split(unit, tp)
-        by_kind = [self._layer_seconds(*layer_kind, tp, loads, group, token_split) for layer_kind in distinct]
-        kind = np.array([distinct.index(layer_kind) for layer_kind in kinds], dtype=np.int64)
+        by_kind = [self._layer_seconds(*layer_kind, tp, loads, group, token_split) for layer_kind in numbers]
+        kind = np.array([numbers[layer_kind] for layer_kind in self._layer_kinds(unit)], dtype=np.int64)
         return UnitLayerTimes(np.stack(by_kind), kind)
 
     def unit_costs(self, unit: str, tp: int, split: BatchSplit) -> UnitLayerCosts:
@@ -384,6 +383,16 @@ class LayerCosts:
     def _layer_kinds(self, unit: str) -> list[tuple[LayerShape, bool]]:
         """List each layer with whether its input needs a gradient: layers with equal entries cost the same."""
         return list(zip(self.shape.unit(unit).layers, self.input_grad[unit], strict=True))
+
+    def number_of_kind(self, unit: str, layer: LayerShape, input_grad: bool) -> int:
+        """Return the number of a kind of layer of the unit, see `UnitLayerTimes.by_kind`."""
+        return self._kind_numbers[unit][layer, input_grad]
+
+    @cached_property
+    def _kind_numbers(self) -> Mapping[str, Mapping[tuple[LayerShape, bool], int]]:
+        """By unit, its kinds of layers, numbered."""
+        kinds = {unit.name: dict.fromkeys(self._layer_kinds(unit.name)) for unit in self.shape.units}
+        return {unit: {kind: number for number, kind in enumerate(of_unit)} for unit, of_unit in kinds.items()}
 
     def context_group(self, split: UnitSplit, tp: int) -> ContextGroup:
         """Return the ranks that share sequences of a unit."""

@@ -57,14 +57,13 @@ class SampledLoads:
         )
         self._largest_loads: dict[tuple[str, LoadSplit], TokenLoad] = {}
 
-    def of_step(self, split: BatchSplit) -> list[StepLoads]:
-        """Return loads and routes of every sampled batch under this split."""
+    def of_step(self, split: BatchSplit, batch: int) -> StepLoads:
+        """Return loads and routes of a sampled batch under this split."""
 
-        def compute_loads(number: int) -> StepLoads:
-            return step_loads(self._graph_of(split), self.lay_out(split)[number])
+        def compute_loads() -> StepLoads:
+            return step_loads(self._graph_of(split), self.lay_out(split)[batch])
 
-        numbers = range(len(self._batches.groups))
-        return [self._step_loads.get((split, number), partial(compute_loads, number)) for number in numbers]
+        return self._step_loads.get((split, batch), compute_loads)
 
     def of_group(self, split: BatchSplit, batch: int, group: int) -> StepLoads:
         """Return loads and routes of one replica group in a sampled batch, its replicas numbered from 0.

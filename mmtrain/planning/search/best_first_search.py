@@ -142,6 +142,7 @@ class BestFirstSearch:
         self.queue: list[SearchNode] = []
         self.put_off: list[SearchNode] = []  # slower than the fastest; they wait for a search of their placement alone
         self.num_slow = 0  # of these, the first sampled batch of so many was simulated
+        self.num_tried = 0  # layouts that were simulated, on one batch at least
         self.num_queued = 0
         self.max_estimated = self.budget.max_assignments  # of those that come one after another
         self.next_in_line: tuple[float, Candidate] | None = None  # the first of them that the budget left out
@@ -234,7 +235,7 @@ class BestFirstSearch:
     def is_decided(self) -> bool:
         """Return whether no candidate in the queue can change the choice."""
         first = self.queue[0]
-        if first.bound_s > self.max_step_s:
+        if first.bound_s > self.max_step_s or self.num_tried == self.budget.max_simulated:
             return True
         if math.isinf(first.bound_s):  # nothing that waits can fit; a few are tried to explain why
             return bool(self.best) or len(self.misfits) >= self.evaluator.budget.explanations.max_misfits_to_try
@@ -479,6 +480,7 @@ class BestFirstSearch:
         if fastest is not None and not self.is_exhaustive:
             limit_s = fastest.first_batch_step_s * self.budget.max_first_batch_ratio
         simulated = self.evaluator.simulate_unless_slow(fitted, limit_s)
+        self.num_tried += 1
         if simulated is None:
             assert fastest is not None
             bound_s = max(bound_s, fastest.step_time_s)

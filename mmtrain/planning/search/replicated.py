@@ -40,6 +40,10 @@ from mmtrain.program.ir.graph import LLM, DispatchMode
 from mmtrain.recipe.settings.modalities import GENERATOR
 
 FAR_BEHIND_RATIO = 1.15  # of a mesh's best step to the fastest so far, above which no further size of shards is tried
+# Of the first sampled batch to that of the fastest so far, above which the others are not simulated: ratios of steps
+# and of first batches differ by at most 2.1% (recipes/whatif).
+MAX_FIRST_BATCH_RATIO = 1.05
+MAX_SIZES_PUT_OFF = 3  # of shards of a mesh that were all so slow: then no further size is tried
 
 
 class ReplicatedStrategy:
@@ -63,18 +67,29 @@ class ReplicatedStrategy:
         alternatives = enumerate_replicated(problem, evaluator)
         if not alternatives and problem.recipe.parallel.placement == "replicated":
             raise PlanError(_shards_that_do_not_divide(problem))
-        fastest_s = math.inf
+        put_off: list[Candidate] = []
+        fastest: Candidate | None = None
         for num_done, candidates in enumerate(alternatives, start=1):
             for candidate in candidates:
                 assignment = candidate.assignment
-                if _is_slower(assignment, fastest_s, evaluator) or _is_far_behind(assignment, simulated, fastest_s):
+                if fastest is not None and (
+                    _is_slower(assignment, fastest.step_time_s, evaluator)
+                    or _is_far_behind(assignment, simulated, put_off, fastest.step_time_s)
+                ):
                     break
                 fit = fit_replicated(candidate, evaluator)
                 if isinstance(fit, Rejected):
                     rejected.append(fit)
                     continue
-                simulated.append(evaluator.simulate(fit))
-                fastest_s = min(fastest_s, simulated[-1].step_time_s)
+                max_first_batch_s = math.inf
+                if fastest is not None and not problem.request.explain:
+                    max_first_batch_s = MAX_FIRST_BATCH_RATIO * fastest.first_batch_step_s
+                found = evaluator.simulate_unless_slow(fit, max_first_batch_s)
+                if found is None:
+                    put_off.append(fit)
+                else:
+                    simulated.append(found)
+                    fastest = min(found, fastest or found, key=lambda of_two: of_two.step_time_s)
                 if not _recomputes_encoders(fit):
                     break
             if progress is not None:
@@ -101,7 +116,8 @@ def _with_meshes(
     sizes = _allowed_sizes(llm, problem)
     numbers = num_microbatches_of(evaluator.layer_costs.batch_split({name: mesh.dp for name, mesh in meshes.items()}))
     modes = _dispatch_modes(problem, llm.num_replicas)
-    for shard, dispatch, (encoder_first, to_try) in product(sizes, modes, _schedules(problem, numbers)):
+    # Sizes of shards follow each other, since they divide the batches alike.
+    for dispatch, (encoder_first, to_try), shard in product(modes, _schedules(problem, numbers), sizes):
         exchange = parallel.exchange if dispatch == "all" else "all_to_all"
         assignments = [
             MeshAssignment(
@@ -202,19 +218,27 @@ def _recomputes_encoders(candidate: Candidate) -> bool:
     return any(unit.num_recomputed for name, unit in units if name not in (LLM, GENERATOR))
 
 
-def _is_far_behind(assignment: MeshAssignment, simulated: Sequence[Candidate], fastest_s: float) -> bool:
+def _is_far_behind(
+    assignment: MeshAssignment, simulated: Sequence[Candidate], put_off: Sequence[Candidate], fastest_s: float
+) -> bool:
     """Return whether shards of other sizes on this mesh, with tensor or context parallelism, are far from the fastest.
 
     What a mesh computes stays, whatever the size of its shards.
+
+    put_off: candidates that were slow on the first batch.
     """
     llm = assignment.meshes[LLM]
     if llm.tp == llm.cp == 1:
         return False
-    others = (
-        c for c in simulated if c.assignment.meshes == assignment.meshes and c.assignment.shard != assignment.shard
-    )
-    best_s = min((candidate.step_time_s for candidate in others), default=0.0)
-    return best_s > FAR_BEHIND_RATIO * fastest_s
+
+    def of_other_sizes(candidates: Sequence[Candidate]) -> list[Candidate]:
+        of_mesh = (c for c in candidates if c.assignment.meshes == assignment.meshes)
+        return [c for c in of_mesh if c.assignment.shard != assignment.shard]
+
+    others = of_other_sizes(simulated)
+    if others:
+        return min(candidate.step_time_s for candidate in others) > FAR_BEHIND_RATIO * fastest_s
+    return len({candidate.assignment.shard for candidate in of_other_sizes(put_off)}) >= MAX_SIZES_PUT_OFF
 
 
 def _dispatch_modes(problem: PlanningProblem, num_replicas: int) -> tuple[DispatchMode, ...]:

@@ -173,6 +173,11 @@ class StrategySearches:
             report_end(1, 1)
         return self.results
 
+    def find_faster_than(self, step_s: float) -> bool:
+        """Search one strategy after another until one has a faster plan; return whether there is one."""
+        counts = range(1, len(self._strategies) + 1)
+        return any(self.search(max_strategies=count).fastest_s < step_s for count in counts)
+
     def with_losers(self) -> SearchResults:
         """Return what was found, also the best plan of each placement that lost where the request asks for it."""
         request = self.evaluator.problem.request

@@ -24,7 +24,7 @@ from mmtrain.planning.layer_costs.sampled_loads import SampledLoads
 from mmtrain.planning.layer_costs.token_splits import with_token_splits
 from mmtrain.planning.search.strategies import StrategySearches, has_meshes
 from mmtrain.planning.space.budget import QUICK_BUDGET, SearchBudget
-from mmtrain.planning.space.candidate import Candidate, SearchResults
+from mmtrain.planning.space.candidate import SearchResults
 from mmtrain.planning.space.problem import PlanningProblem, PlanRequest
 from mmtrain.program.ir.graph import LLM
 
@@ -73,7 +73,7 @@ def with_expert_ranks(problem: PlanningProblem, budget: SearchBudget) -> Plannin
         varied = with_experts_on(problem, ep)
         in_one_placement = replace(varied.constraints, placements=varied.constraints.placements[:1])
         evaluator = next(variants_of(replace(varied, constraints=in_one_placement), budget, loads))
-        results = _quick_results(evaluator, fastest_s)
+        results = _quick_searches(evaluator, fastest_s).search()
         steps_s[ep] = step_s = results.fastest_s if results.fastest_s < fastest_s else math.inf
         if step_s * AS_FAST_RATIO < fastest_s:
             best, fastest_s = varied, step_s
@@ -125,8 +125,8 @@ def with_faster_activations(evaluator: Evaluator, found: SearchResults) -> Evalu
         return None
     again.request.say("trying activation functions that run again")
     running_again = next(variants_of(again, evaluator.budget, evaluator.layer_costs.loads))
-    faster = best_quick_candidate(running_again, found.fastest_s / AS_FAST_RATIO)
-    return None if faster is None else running_again
+    limit_s = found.fastest_s / AS_FAST_RATIO
+    return running_again if _quick_searches(running_again, limit_s).find_faster_than(limit_s) else None
 
 
 def with_activations_again(problem: PlanningProblem) -> PlanningProblem | None:
@@ -160,13 +160,7 @@ def _with_activations_on_host(problem: PlanningProblem) -> Iterator[PlanningProb
         yield replace(problem, shape=with_offload(problem.shape, {**fixed, **dict.fromkeys(open_units, mode)}))
 
 
-def best_quick_candidate(evaluator: Evaluator, max_step_s: float) -> Candidate | None:
-    """Return the fastest plan whose step takes less than `max_step_s` that a search with little effort finds."""
-    best = _quick_results(evaluator, max_step_s).best
-    return best if best is not None and best.step_time_s < max_step_s else None
-
-
-def _quick_results(evaluator: Evaluator, max_step_s: float) -> SearchResults:
-    """Search with little effort for plans whose step takes less than `max_step_s`."""
-    quick = evaluator.with_budget(QUICK_BUDGET, PlanRequest(num_alternatives=0, max_step_s=max_step_s))
-    return StrategySearches(quick).search()
+def _quick_searches(evaluator: Evaluator, max_step_s: float) -> StrategySearches:
+    """Return searches with little effort for plans whose step takes less than `max_step_s`."""
+    request = PlanRequest(num_alternatives=0, max_step_s=max_step_s)
+    return StrategySearches(evaluator.with_budget(QUICK_BUDGET, request))

@@ -419,22 +419,27 @@ class ModelTiming:
             layers = content.layers
             if kind == "B":
                 layers = tuple(held for held in reversed(layers) if held.layer.trainable or held.input_grad)
+            distinct = {held: number for number, held in enumerate(dict.fromkeys(layers))}
+            number_of = [distinct[held] for held in layers]
             slowest = slowest or partial(self._slowest_replica, mb.unit, mb.index)
-            longest = {held: slowest(kind, held) for held in dict.fromkeys(layers)}
-            compute = [longest[held] for held in layers]
             prices = self._sharded_layers[mb.unit]
             is_last = mb.index == mesh.num_microbatches - 1
             # Kept weights are gathered by the first forward of a step alone.
             is_gathered = not mesh.keeps_weights or (kind == "F" and mb.index == 0 and not is_again)
-            gathers = [prices.gather_seconds(held.layer) if is_gathered else 0.0 for held in layers]
-            reductions = [prices.reduce_seconds(held.layer, is_last) if kind == "B" else 0.0 for held in layers]
-            copies = [prices.gather_copies_seconds(held.layer) if is_gathered else 0.0 for held in layers]
-            if kind == "B":
-                added = [prices.reduce_copies_seconds(held.layer, is_first=mb.index == 0) for held in layers]
-                rounded = [prices.rounded_copies_seconds(held.layer) for held in layers]
-                copies = [sum(of_layer) for of_layer in zip(copies, added, rounded, strict=True)]
-            arrays = (np.array(compute) + copies, np.array(gathers), np.array(reductions))
-            self._compute_s[key] = float(overlapped_seconds(*arrays, self.overlap_slowdown))
+            compute, gathers, reductions = (np.zeros(len(distinct)) for _ in range(3))
+            for number, held in enumerate(distinct):
+                compute[number] = slowest(kind, held)
+                if is_gathered:
+                    gathers[number] = prices.gather_seconds(held.layer)
+                    compute[number] += prices.gather_copies_seconds(held.layer)
+                if kind == "B":
+                    reductions[number] = prices.reduce_seconds(held.layer, is_last)
+                    compute[number] += prices.reduce_copies_seconds(held.layer, is_first=mb.index == 0)
+                    compute[number] += prices.rounded_copies_seconds(held.layer)
+            seconds = overlapped_seconds(
+                compute[number_of], gathers[number_of], reductions[number_of], self.overlap_slowdown
+            )
+            self._compute_s[key] = float(seconds)
         return self._compute_s[key]
 
     def _slowest_replica(self, unit: str, index: int, kind: Direction, held: StageLayer) -> float:
