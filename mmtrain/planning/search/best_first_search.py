@@ -459,7 +459,8 @@ class BestFirstSearch:
     def _only_adds_a_figure(self, node: SearchNode) -> bool:
         """Return whether a partition has very many passes to simulate, and would only be one more to rank."""
         has_many = node.candidate.assignment.passes_of_step > self.budget.max_passes_of_ranked
-        return has_many and not self.is_exhaustive and bool(self.best) and node.bound_s > self._fastest_s()
+        limit_s = self.budget.many_passes_ratio * self._fastest_s()
+        return has_many and not self.is_exhaustive and bool(self.best) and node.bound_s > limit_s
 
     def _simulate(self, bound_s: float, candidate: Candidate) -> None:
         """Fit an estimated candidate and simulate it, unless another partition of its meshes is as fast.

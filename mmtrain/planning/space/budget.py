@@ -103,6 +103,7 @@ class PartitionBudget:
     # Forwards and backwards of a layout beyond which it is not simulated just to be ranked: of internvl_26b's first six
     # layouts, three with 6,144 to 24,576 of them took a quarter of the planner's time.
     max_passes_of_ranked: int = 4_000
+    many_passes_ratio: float = 1.0  # it is simulated where its bound lies below this ratio of the fastest step
     max_simulated: int | None = None  # layouts of one search for the fastest; None: until no other can be faster
     num_estimated_replica_groups: int = 2  # those of a batch with most work stand for all; chosen by hand
 
@@ -207,7 +208,12 @@ DEFAULT_BUDGET = SearchBudget()
 # to those that are simulated, 44 of mmscale_70b in recipes/whatif/papers took 250 seconds to find nothing faster.
 QUICK_BUDGET = SearchBudget(
     partitions=PartitionBudget(
-        max_jitters_per_assignment=8, max_jitter_rounds=1, num_runner_ups=0, min_simulated=1, max_simulated=16
+        max_jitters_per_assignment=8,
+        max_jitter_rounds=1,
+        num_runner_ups=0,
+        min_simulated=1,
+        max_simulated=16,
+        many_passes_ratio=0.95,
     ),
     colocated=ColocatedBudget(
         max_laid_out=8,
