@@ -169,3 +169,25 @@ def test_links_of_a_run_are_those_of_its_profile() -> None:
     sent = 5 * 4 * (blocks + outside) * 5 / 6
     assert run.hardware.inter_node.bytes_per_s == pytest.approx(sent / 2.9534, rel=0.01)
     assert run.execution.reduces_once
+
+
+@pytest.mark.parametrize(
+    ("kernels", "source", "num_runs", "grad_reduce"),
+    [
+        ("megatron 2021, fp16", "examples/sc21/run_table_1.sh", 7, "bf16"),  # CONFIG.sh: --fp16
+        ("llm-foundry, flash", "scripts/train/benchmarking/README.md", 2, "fp32"),  # sweep.py: --attn_impl flash
+    ],
+)
+def test_runs_of_one_source_have_the_settings_that_it_states(
+    kernels: str, source: str, num_runs: int, grad_reduce: str
+) -> None:
+    runs = [run for run in known_runs() if run.kernels == kernels]
+    assert len(runs) == num_runs
+    assert all(source in run.source and run.grad_reduce == grad_reduce for run in runs)
+
+
+def test_tensor_parallel_runs_of_the_table_of_megatron_hide_messages() -> None:
+    """README.md beside the table: `--tp-comm-overlap`."""
+    runs = [run for run in known_runs() if "images/model_table.png" in run.source]
+    assert {run.execution.user_buffers for run in runs if run.mesh["tp"] > 1} == {True}
+    assert {run.execution.user_buffers for run in runs if run.mesh["tp"] == 1} == {False}
