@@ -182,24 +182,6 @@ class KnownRun:
         return f"{self.hardware.name}, {self.layout}" + (", with an encoder" if self.has_encoder else "")
 
 
-@dataclass(frozen=True)
-class OwnRun:
-    """A run of mmtrain itself that was timed, on data that `mmtrain data demo` draws."""
-
-    name: str
-    recipe: str  # path in this repository
-    placement: str
-    seconds: float  # median of a step
-    machine: str  # what it ran on, and when
-
-
-@cache
-def own_runs() -> tuple[OwnRun, ...]:
-    """Read mmtrain's own runs."""
-    data = yaml.safe_load(RUNS_FILE.read_text(encoding="utf-8"))
-    return tuple(OwnRun(**row) for row in data["own_runs"])
-
-
 @cache
 def known_runs() -> tuple[KnownRun, ...]:
     """Read all runs."""

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from mmtrain.data.synthetic.demo import generate_demo
 from mmtrain.recipe import load_recipe
-from scripts.bench_known import Comparison, errors_of, own_seconds, predicted_seconds, write_recipe
-from scripts.known_runs import MAX_QUOTATION, KnownRun, known_runs, mixture_runs, own_runs
+from scripts.bench_known import Comparison, errors_of, predicted_seconds, write_recipe
+from scripts.known_runs import MAX_QUOTATION, KnownRun, known_runs, mixture_runs
 
 # Runs that only judge. A new run joins the half that the hash of its name says. None changes its half: not by hand, and
 # not by a new name.
@@ -151,14 +150,6 @@ def test_a_share_of_recomputed_layers_lies_between_none_and_all() -> None:
     )
     assert half == pytest.approx((none + everything) / 2)
     assert none < half < everything
-
-
-def test_own_runs_are_predicted_by_the_table_that_plans_read(tmp_path: Path) -> None:
-    generate_demo(tmp_path / "demo-data", seed=0, train=40, heldout=4)
-    seconds = {run.placement: own_seconds(run, tmp_path) for run in own_runs()}
-    assert seconds.keys() == {"disaggregated", "unified", "replicated"}
-    assert len(set(seconds.values())) == 3, "each placement is planned"
-    assert all(0.01 < step_s < 1 for step_s in seconds.values())
 
 
 def test_links_of_a_run_are_those_of_its_profile() -> None:
