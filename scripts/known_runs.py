@@ -148,7 +148,7 @@ class KnownRun:
 
     @property
     def execution(self) -> Execution:
-        """Whose kernels it ran. Gradients in 16 bits were added up on their way, as in NeMo's `grad_sync_dtype: bf16`."""
+        """Whose kernels it ran. Gradients in 16 bits were added up on their way, as NeMo's `grad_sync_dtype` does."""
         return replace(EXECUTIONS[self.kernels], sums_on_the_way=self.grad_reduce == "bf16")
 
     @property
