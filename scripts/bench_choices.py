@@ -4,7 +4,7 @@
     python -m scripts.bench_choices BEFORE             # against this checkout; or AFTER, another one
     python -m scripts.bench_choices BEFORE --only mmscale --only optimus_14b
 
-All recipes take both planners about half an hour on an idle core. Step times are those that each tree predicts, so a
+All recipes together take both planners about half an hour of a core. Step times are those that each tree predicts, so a
 row also changes where costs do. Both trees plan a recipe one after the other, so that both meet the same machine;
 seconds are those of processors.
 """

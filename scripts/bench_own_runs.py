@@ -79,11 +79,12 @@ def main() -> None:
     report = start("Own runs on two cores", options)
     runs = [run for run in own_runs() if options.only in run.name]
     measured = measured_runs()
+    here = f"{machine()}, {time.strftime('%Y-%m-%d')}"  # with the load before the first run
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         draw_data(folder)
         if options.measure:
-            measured |= {run.name: measure(run, folder) for run in runs}
+            measured |= {run.name: Measurement(measured_seconds(run, folder), here) for run in runs}
         _report_runs(report, runs, measured, folder)
     if options.write:
         write_measured(measured)
@@ -148,17 +149,16 @@ def predicted_seconds(run: OwnRun, folder: Path) -> float:
     return plan.predicted.step_time_s
 
 
-def measure(run: OwnRun, folder: Path) -> Measurement:
-    """Train the run in a folder of its own inside `folder`, and return its median step."""
+def measured_seconds(run: OwnRun, folder: Path) -> float:
+    """Train the run with the data in `folder`; return the seconds of its median step."""
     settings = [*run.settings_on(folder), f"train.steps={run.steps}", "train.optimizer.warmup_steps=0"]
-    run_dir = folder / run.name.replace(", ", "-").replace(" ", "-")
-    command = [sys.executable, "-m", "mmtrain", "train", str(ROOT / run.recipe), "--run-dir", str(run_dir)]
-    done = subprocess.run([*command, *set_options(settings)], check=False, capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(done.stdout + done.stderr)
-    steps = read_metrics(run_dir)
-    step_s = statistics.median(step["step_time_s"] for step in steps[len(steps) // 5 :])
-    return Measurement(round(step_s, 4), f"{machine()}, {time.strftime('%Y-%m-%d')}")
+    command = [sys.executable, "-m", "mmtrain", "train", str(ROOT / run.recipe), *set_options(settings)]
+    with tempfile.TemporaryDirectory(dir=folder) as run_dir:
+        done = subprocess.run([*command, "--run-dir", run_dir], check=False, capture_output=True, text=True)
+        if done.returncode:
+            sys.exit(done.stdout + done.stderr)
+        steps = read_metrics(Path(run_dir))
+    return round(statistics.median(step["step_time_s"] for step in steps[len(steps) // 5 :]), 4)
 
 
 if __name__ == "__main__":
