@@ -32,19 +32,17 @@ from mmtrain.costs.published_errors import (
     published_errors,
 )
 from mmtrain.data import build_index
-from mmtrain.data.synthetic.demo import generate_demo
 from mmtrain.planning.formulate import formulate_problem
 from mmtrain.planning.planner import search_placements
 from mmtrain.planning.space.budget import SamplingBudget, SearchBudget
 from mmtrain.planning.space.problem import PlanningProblem
 from mmtrain.recipe import load_recipe, recipe_fingerprint
-from scripts.known_runs import KnownRun, OwnRun, known_runs, mixture_runs, own_runs
+from scripts.bench_own_runs import report_own_runs
+from scripts.known_runs import KnownRun, known_runs, mixture_runs
 from scripts.measurements import Report, arguments, start
-from scripts.plans import fastest_plan
-from scripts.stated_errors import ROOT, write_errors
+from scripts.stated_errors import write_errors
 
 GOOD_ERROR = 0.15
-DEMO_SAMPLES = 1000  # of the demo's 10,000, whose lengths are alike
 BUDGET = SearchBudget(sampling=SamplingBudget(num_batches=1))  # samples are equal, so all batches are
 SHOWN_SIZES = ("tp", "pp", "vpp", "cp", "dp", "ep")
 HALVES = {"fit": False, "judge": True}  # -> whether its runs are held out
@@ -95,6 +93,7 @@ def main() -> None:
     if not options.mixtures:
         report_groups(report, comparisons)
     if not narrowed and not options.mixtures:
+        report.line()
         report_own_runs(report)
     if options.write:
         kept = [run for run in published_errors().runs if run.has_experts != options.mixtures]
@@ -155,29 +154,6 @@ def report_groups(report: Report, comparisons: Sequence[Comparison]) -> None:
             ratios = [comparison.ratio for comparison in chosen]
             cells = [*_error_cells(ratios), *_error_cells([comparison.own_ratio for comparison in chosen])]
             report.row(half, group or "all", len(chosen), f"{statistics.median(ratios):.2f}", *cells)
-
-
-def report_own_runs(report: Report) -> None:
-    """Write a row for each of mmtrain's own runs."""
-    report.line()
-    report.table("own run", "machine", "measured", "predicted by the shipped table", "ratio")
-    with tempfile.TemporaryDirectory() as folder:
-        generate_demo(Path(folder) / "demo-data", seed=0, train=DEMO_SAMPLES, heldout=DEMO_SAMPLES // 10)
-        for run in own_runs():
-            seconds = own_seconds(run, Path(folder))
-            figures = f"{1000 * run.seconds:.0f} ms", f"{1000 * seconds:.0f} ms", f"{seconds / run.seconds:.2f}"
-            report.row(run.name, run.machine, *figures)
-
-
-def own_seconds(run: OwnRun, folder: Path) -> float:
-    """Return the predicted seconds of a step of a run on two cores, with the data in `folder`."""
-    settings = yaml.safe_load((ROOT / run.recipe).read_text(encoding="utf-8"))
-    settings["parallel"]["placement"] = run.placement
-    path = folder / run.recipe
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(yaml.safe_dump(settings), encoding="utf-8")
-    recipe = load_recipe(path).recipe
-    return fastest_plan(recipe, build_index(recipe).lengths, num_ranks=2, hardware="cpu-core").predicted.step_time_s
 
 
 def _error_cells(ratios: Sequence[float]) -> Iterator[str]:

@@ -24,7 +24,8 @@ MAX_QUOTATION = 100  # characters
 
 # Megatron-LM before FlashAttention, with dropout, learned positions and fused norm, softmax and bias-dropout-add.
 # Its optimizer zeroes, unscales, checks, clips and converts in passes of their own: 58 bytes per parameter. Until 2022
-# the fp16 gradient of a microbatch was added to the fp32 sum by a kernel (12 bytes); then inside the GEMM.
+# a kernel added the gradient of a microbatch to the sum, which was in fp16 (6 bytes) unless it was asked to be in fp32
+# (12, as bf16 demands); then the GEMM did so.
 MEGATRON_2021 = Execution(fused_attention=False, dropout=True, rotation_moves=0, optimizer_bytes=58, gradient_bytes=12)
 # torchtitan: torch's attention, which it restricts to FlashAttention-2 on Hopper (models/attention.py).
 TITAN = Execution(attention_kernel="flash_attn")
@@ -56,6 +57,8 @@ FOUNDRY_EAGER = Execution(
 EXECUTIONS: dict[str, Execution] = {
     "own": OWN_RUNTIME,
     "megatron 2021": MEGATRON_2021,
+    # `--fp16` without `--accumulate-allreduce-grads-in-fp32` (examples/sc21/CONFIG.sh).
+    "megatron 2021, fp16": replace(MEGATRON_2021, gradient_bytes=6),
     # Selective recomputation: scores are computed again in backward (Korthikanti et al.).
     "megatron 2022": replace(MEGATRON_2021, recomputes_attention=True, gradient_bytes=0, fuses_gradients=True),
     "torchtitan eager": TITAN_EAGER,
@@ -70,8 +73,8 @@ EXECUTIONS: dict[str, Execution] = {
     "megatron, DeepEP, all kept": replace(MEGATRON_MOE, sends_rows="nodes"),
     # `enable_deepep: true`; its dispatcher is Megatron-core's, its experts are one grouped GEMM.
     "automodel, DeepEP": replace(FUSED_MIXTURE, sends_rows="nodes"),
-    # NeMo hides tensor-parallel messages by user buffers (`tp_comm_overlap`).
-    "nemo": replace(MEGATRON_CORE, user_buffers=True),
+    # User buffers hide tensor-parallel messages: `tp_comm_overlap` of NeMo, `--tp-comm-overlap` of Megatron-LM.
+    "transformer engine, user buffers": replace(MEGATRON_CORE, user_buffers=True),
     # GPT 175B: `NVTE_FUSED_ATTN=0` in launch.sh, so FlashAttention-2.
     "nemo, dropout": replace(MEGATRON_CORE, attention_kernel="flash_attn", user_buffers=True, dropout=True),
     # LoongForge's tests set NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 (tests/llm_vlm/executor/loongforge/run.sh).
@@ -87,6 +90,8 @@ EXECUTIONS: dict[str, Execution] = {
     "torch eager": replace(TITAN_EAGER, attention_kernel="cudnn"),
     "kempnerforge, eager": replace(TITAN_EAGER, attention_kernel="cudnn", reduces_once=True),
     "llm-foundry": FOUNDRY_EAGER,
+    # On 128 GPUs and more, by model (sweep.py): `--attn_impl flash`, FlashAttention-2.
+    "llm-foundry, flash": replace(FOUNDRY_EAGER, attention_slowdown=1.0),
     # `save_dot_except_mlpwi` computes gate and up projection again, 0.55 of the GEMMs of a block of Llama 2 70B, and
     # all that is no GEMM.
     "maxtext": replace(CUDNN_ATTENTION, recomputed_gemms=0.55, recomputes_elementwise=True, recomputes_attention=True),
@@ -135,7 +140,7 @@ class KnownRun:
     mesh: Mapping[str, Any] = field(default_factory=dict)
     recompute: float = 0.0  # share of the layers; between 0 and 1 a run is priced between none and all
     lora_rank: int | None = None
-    grad_reduce: str = "fp32"  # in which gradients travelled
+    grad_reduce: str = "fp32"  # in which gradients travelled; fp16 counts as bf16, which is as wide
     text: int | None = None  # text tokens of a sample that also has media; None: all of `sequence`
     vision: str = ""  # patches of a sample, as `count,text,vision` files state them
     before: str = "new"  # "used" in choosing constants or "held out", when a run's half was chosen by hand
@@ -143,7 +148,7 @@ class KnownRun:
 
     @property
     def execution(self) -> Execution:
-        """Whose kernels it ran. Gradients in bf16 were added up on their way, as in NeMo's `grad_sync_dtype: bf16`."""
+        """Whose kernels it ran. Gradients in 16 bits were added up on their way, as NeMo's `grad_sync_dtype` does."""
         return replace(EXECUTIONS[self.kernels], sums_on_the_way=self.grad_reduce == "bf16")
 
     @property
@@ -175,24 +180,6 @@ class KnownRun:
     def group(self) -> str:
         """What it is compared with: kind of GPU, kind of layout, and an encoder if there is one."""
         return f"{self.hardware.name}, {self.layout}" + (", with an encoder" if self.has_encoder else "")
-
-
-@dataclass(frozen=True)
-class OwnRun:
-    """A run of mmtrain itself that was timed, on data that `mmtrain data demo` draws."""
-
-    name: str
-    recipe: str  # path in this repository
-    placement: str
-    seconds: float  # median of a step
-    machine: str  # what it ran on, and when
-
-
-@cache
-def own_runs() -> tuple[OwnRun, ...]:
-    """Read mmtrain's own runs."""
-    data = yaml.safe_load(RUNS_FILE.read_text(encoding="utf-8"))
-    return tuple(OwnRun(**row) for row in data["own_runs"])
 
 
 @cache

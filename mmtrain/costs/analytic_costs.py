@@ -460,6 +460,9 @@ class AnalyticCosts:
         heads = mixer.attention.heads // tp * load.num_sequences
         share *= self.execution.deterministic_share(heads, hardware.num_multiprocessors)
         backward_s = ATTENTION_BACKWARD_RATIO * flops / (peak * share)
+        num_queries = load.tokens * mixer.attention.inner_width // tp
+        moved = self.execution.deterministic_bytes(heads, hardware.num_multiprocessors, num_queries)
+        backward_s += moved / hardware.moved_bytes_per_s
         return backward_s + forward_s * self.execution.recomputes_attention
 
     def _unfused_attention(self, layer: LayerShape, tp: int, load: TokenLoad, peak: float) -> float:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mmtrain.costs.block_arithmetic import mlp_arithmetic
+from mmtrain.costs.part_records import FP32_BYTES
 from mmtrain.models.shapes.layer_shape import Attention
 from mmtrain.models.shapes.model_shape import LayerShape
 
@@ -85,10 +86,25 @@ class Execution:
         Dao-AILab/flash-attention). For 32 heads of 8,192 tokens on an H100 it is 0.61 of 290 TFLOP/s. Measured are 166
         (#1893 there).
         """
-        if not (self.is_deterministic and self.fused_attention and multiprocessors and heads):
+        blocks = self._blocks_per_head(heads, multiprocessors) * heads
+        if not blocks:
             return 1.0
-        blocks = -(-multiprocessors // heads) * heads
         return blocks / (-(-blocks // multiprocessors) * multiprocessors)
+
+    def deterministic_bytes(self, heads: int, multiprocessors: int, query_elements: int) -> int:
+        """Return the bytes by which fixed order lets a fused backward move more, for queries of so many numbers.
+
+        Each block of a head has a gradient of all queries of its own, in fp32 (`dq_accum` in csrc/flash_attn/
+        flash_api.cpp). These are zeroed before, and read when they are added up.
+        """
+        num_more = max(self._blocks_per_head(heads, multiprocessors) - 1, 0)
+        return num_more * 2 * FP32_BYTES * query_elements
+
+    def _blocks_per_head(self, heads: int, multiprocessors: int) -> int:
+        """Return into how many blocks of threads a backward in fixed order divides a head's keys; 0: in no order."""
+        if not (self.is_deterministic and self.fused_attention and heads):
+            return 0
+        return -(-multiprocessors // heads)
 
     def score_moves(self) -> float:
         """Return how often attention without fusion moves its scores in forward."""

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from mmtrain.data.synthetic.demo import generate_demo
 from mmtrain.recipe import load_recipe
-from scripts.bench_known import Comparison, errors_of, own_seconds, predicted_seconds, write_recipe
-from scripts.known_runs import MAX_QUOTATION, KnownRun, known_runs, mixture_runs, own_runs
+from scripts.bench_known import Comparison, errors_of, predicted_seconds, write_recipe
+from scripts.known_runs import MAX_QUOTATION, KnownRun, known_runs, mixture_runs
 
 # Runs that only judge. A new run joins the half that the hash of its name says. None changes its half: not by hand, and
 # not by a new name.
@@ -153,14 +152,6 @@ def test_a_share_of_recomputed_layers_lies_between_none_and_all() -> None:
     assert none < half < everything
 
 
-def test_own_runs_are_predicted_by_the_table_that_plans_read(tmp_path: Path) -> None:
-    generate_demo(tmp_path / "demo-data", seed=0, train=40, heldout=4)
-    seconds = {run.placement: own_seconds(run, tmp_path) for run in own_runs()}
-    assert seconds.keys() == {"disaggregated", "unified", "replicated"}
-    assert len(set(seconds.values())) == 3, "each placement is planned"
-    assert all(0.01 < step_s < 1 for step_s in seconds.values())
-
-
 def test_links_of_a_run_are_those_of_its_profile() -> None:
     """KempnerForge's: 205 reduce-scatters in fp32, of 40 blocks and of what lies outside, on each of six nodes."""
     run = run_named("KempnerForge 70B, tp 4 x FSDP 8, on 32 H200")
@@ -169,3 +160,25 @@ def test_links_of_a_run_are_those_of_its_profile() -> None:
     sent = 5 * 4 * (blocks + outside) * 5 / 6
     assert run.hardware.inter_node.bytes_per_s == pytest.approx(sent / 2.9534, rel=0.01)
     assert run.execution.reduces_once
+
+
+@pytest.mark.parametrize(
+    ("kernels", "source", "num_runs", "grad_reduce"),
+    [
+        ("megatron 2021, fp16", "examples/sc21/run_table_1.sh", 7, "bf16"),  # CONFIG.sh: --fp16
+        ("llm-foundry, flash", "scripts/train/benchmarking/README.md", 2, "fp32"),  # sweep.py: --attn_impl flash
+    ],
+)
+def test_runs_of_one_source_have_the_settings_that_it_states(
+    kernels: str, source: str, num_runs: int, grad_reduce: str
+) -> None:
+    runs = [run for run in known_runs() if run.kernels == kernels]
+    assert len(runs) == num_runs
+    assert all(source in run.source and run.grad_reduce == grad_reduce for run in runs)
+
+
+def test_tensor_parallel_runs_of_the_table_of_megatron_hide_messages() -> None:
+    """README.md beside the table: `--tp-comm-overlap`."""
+    runs = [run for run in known_runs() if "images/model_table.png" in run.source]
+    assert {run.execution.user_buffers for run in runs if run.mesh["tp"] > 1} == {True}
+    assert {run.execution.user_buffers for run in runs if run.mesh["tp"] == 1} == {False}
