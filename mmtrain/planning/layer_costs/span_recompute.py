@@ -33,21 +33,23 @@ class SpanRecompute:
 
         The arrays are broadcast to one shape, which the result has. Empty spans, with lo of hi or more, need none.
         """
-        chunk, lo, hi = np.broadcast_arrays(chunk, lo, hi)
-        is_span = lo < hi
-        excess = self.kept_until[chunk, hi] - self.kept_until[chunk, lo]
-        excess += self.state_until[hi] - self.state_until[lo] - self.limit_bytes
-        needs_some = (excess + self.working[lo, hi] > 0) & is_span
+        # What depends on the span alone is worked out before spans are repeated for each chunk.
+        lo, hi = np.broadcast_arrays(lo, hi)
+        state = self.state_until[hi] - self.state_until[lo] - self.limit_bytes
+        excess = self.kept_until[chunk, hi] - self.kept_until[chunk, lo] + state
+        needs_some = (excess + self.working[lo, hi] > 0) & (lo < hi)
         seconds = np.where(needs_some, np.inf, 0.0)
-        excess += self.recompute_working[lo, hi]
-        saved = self.saved_until[chunk, hi] - self.saved_until[chunk, lo]
-        # Few spans need some recomputation and fit with it; only for these the seconds are worked out.
-        some = np.nonzero(needs_some & (excess <= saved))
-        seconds[some] = span_recompute(
-            self.saved_of_kind.T.take(chunk[some], axis=1),
+        some = np.nonzero(needs_some)
+        chunk, lo, hi = (np.broadcast_to(of_each, needs_some.shape)[some] for of_each in (chunk, lo, hi))
+        excess = excess[some] + self.recompute_working[lo, hi]
+        # Few of these fit with recomputation; only for them the seconds are worked out.
+        fits = excess <= self.saved_until[chunk, hi] - self.saved_until[chunk, lo]
+        chunk, lo, hi, excess = (of_each[fits] for of_each in (chunk, lo, hi, excess))
+        seconds[tuple(of_axis[fits] for of_axis in some)] = span_recompute(
+            self.saved_of_kind.T.take(chunk, axis=1),
             self.seconds_of_kind,
-            self.num_of_kind_until.T.take(hi[some], axis=1) - self.num_of_kind_until.T.take(lo[some], axis=1),
-            excess[some],
+            self.num_of_kind_until.T.take(hi, axis=1) - self.num_of_kind_until.T.take(lo, axis=1),
+            excess,
         )
         return seconds
 
