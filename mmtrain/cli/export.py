@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mmtrain.cli.options import RunFolder
+from mmtrain.cli.options import CheckpointChoice, RunFolder, chosen_checkpoint
 
 if TYPE_CHECKING:
     from mmtrain.api.exported_run import ExportedPart
@@ -23,9 +23,7 @@ class StoredType(StrEnum):
 def export(
     run: RunFolder,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to write; it must not exist.")],
-    step: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Step of the checkpoint. Default: the newest good one.")
-    ] = None,
+    checkpoint: CheckpointChoice = "newest",
     dtype: Annotated[
         StoredType | None,
         typer.Option(
@@ -50,7 +48,9 @@ def export(
     if adapter and generator:
         raise typer.BadParameter("--adapter and --generator write different folders; give one of them")
     part: ExportedPart = "adapter" if adapter else "generator" if generator else "model"
-    written, commands = export_run(run, out, step, None if dtype is None else dtype.value, part, _warn)
+    written, commands = export_run(
+        run, out, chosen_checkpoint(checkpoint), None if dtype is None else dtype.value, part, _warn
+    )
     typer.echo("\n".join([*written.notes, written.summary(), *commands]))
 
 
