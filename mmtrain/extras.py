@@ -18,10 +18,10 @@ Result = TypeVar("Result")
 
 _DATA_READING_COMMANDS = (
     *("data stats", "data group", "data check", "data show", "data serve"),
-    *("plan", "profile", "simulate", "report", "train", "evaluate"),
+    *("plan", "profile", "simulate", "report", "train", "evaluate", "chat"),
 )
 _TRAINING_COMMANDS = (
-    *("train", "profile", "verify", "evaluate", "export"),
+    *("train", "profile", "verify", "evaluate", "chat", "export"),
     *("data latents", "data tiny-model"),
 )
 FORKING_COMMANDS = ("train", "profile", "verify", "evaluate", "data serve")  # those that start processes
@@ -89,7 +89,7 @@ EXTRAS = (
         "hf",
         {"huggingface_hub": "huggingface-hub"},
         "models that are named as on the hub",
-        used_by=("inspect", "plan", "simulate", "report", "train", "profile"),
+        used_by=("inspect", "plan", "simulate", "report", "train", "profile", "chat", "export"),
     ),
     Extra("report", {"matplotlib": "matplotlib"}, "pictures (--png)", used_by=("report", "data stats")),
     Extra("wandb", {"wandb": "wandb"}, "a tracker: Weights & Biases", used_by=("train",)),

@@ -68,6 +68,7 @@ NEEDS_TRAIN = {
     "profile": ["run/recipe.yaml"],
     "verify": ["run/recipe.yaml"],
     "evaluate": ["run"],
+    "chat": ["run"],
     "export": ["run", "--out", "exported"],
     "data latents": ["run/recipe.yaml"],
     "data tiny-model": ["llava", "--out", "tiny2"],
