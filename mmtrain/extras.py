@@ -66,6 +66,12 @@ SERVE = Extra(
     needed_by=("data serve",),
     used_by=("train",),
 )
+HUB = Extra(
+    "hf",
+    {"huggingface_hub": "huggingface-hub"},
+    "models that are named as on the hub, and exports to it",
+    used_by=("inspect", "plan", "simulate", "report", "train", "profile", "chat", "export"),
+)
 EXTRAS = (
     TRAIN,
     SERVE,
@@ -85,12 +91,7 @@ EXTRAS = (
         "sources on servers (URLs)",
         used_by=_DATA_READING_COMMANDS,
     ),
-    Extra(
-        "hf",
-        {"huggingface_hub": "huggingface-hub"},
-        "models that are named as on the hub",
-        used_by=("inspect", "plan", "simulate", "report", "train", "profile", "chat", "export"),
-    ),
+    HUB,
     Extra("report", {"matplotlib": "matplotlib"}, "pictures (--png)", used_by=("report", "data stats")),
     Extra("wandb", {"wandb": "wandb"}, "a tracker: Weights & Biases", used_by=("train",)),
     Extra("mlflow", {"mlflow": "mlflow-skinny"}, "a tracker: MLflow", used_by=("train",)),

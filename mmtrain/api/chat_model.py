@@ -76,8 +76,8 @@ def _open_folder(model: str, checkpoint: "ChosenCheckpoint") -> "tuple[Recipe, P
     if not is_of_hub and not (Path(model) / CONFIG_FILE).is_file():
         problem = f"has neither {RECIPE_FILE} nor {CONFIG_FILE}" if Path(model).is_dir() else "there is no such folder"
         raise UserError(
-            f"{model}: {problem}; allowed: the folder of a run, which `mmtrain train` wrote, that of a model in Hugging "
-            "Face's layout, or ORG/NAME of the hub"
+            f"{model}: {problem}; allowed: the folder of a run, which `mmtrain train` wrote, that of a model in "
+            "Hugging Face's layout, or ORG/NAME of the hub"
         )
     if checkpoint != "newest":
         raise UserError(f"--checkpoint: {checkpoint} found, but {model} is a model and no run; leave it out here")

@@ -5,6 +5,8 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Literal
 
+from mmtrain.api.model_card import CARD_FILE, model_card
+from mmtrain.durable_files import disk_errors_named, write_whole
 from mmtrain.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -22,7 +24,7 @@ def export_run(
     part: ExportedPart = "model",
     warn: Callable[[str], None] = print,
 ) -> "tuple[ExportedFolder, list[str]]":
-    """Write a checkpoint of a run as a folder of transformers, peft or diffusers.
+    """Write a checkpoint of a run as a folder of transformers, peft or diffusers, with a card (`README.md`).
 
     Return what was written, and lines that say what opens it.
 
@@ -45,13 +47,13 @@ def export_run(
     recipe = load_run_recipe(run)
     opened = open_chosen(run / CHECKPOINTS_FOLDER, checkpoint, warn)
     if part == "generator":
-        return export_generator(recipe, opened, out, dtype), _generator_commands(out, recipe)
-    if part == "adapter":
-        return export_adapter(recipe, opened, out, dtype), _adapter_commands(out, recipe.model.hf)
-    written = export_folder(recipe, opened, out, dtype)
-    commands = _model_commands(out, recipe)
-    if recipe.model.generator is not None:
-        commands.append("  the image generator is not in it: --generator writes it to a folder of its own")
+        written, commands = export_generator(recipe, opened, out, dtype), _generator_commands(out, recipe)
+    elif part == "adapter":
+        written, commands = export_adapter(recipe, opened, out, dtype), _adapter_commands(out, recipe.model.hf)
+    else:
+        written, commands = export_folder(recipe, opened, out, dtype), _model_commands(out, recipe)
+    with disk_errors_named(out):
+        write_whole(out / CARD_FILE, model_card(run, recipe, opened.step, part))
     return written, commands
 
 
@@ -63,6 +65,8 @@ def _model_commands(folder: Path, recipe: "Recipe") -> list[str]:
     commands = [f"  vllm serve {path}", f"  python -m sglang.launch_server --model-path {path}"]
     if any(encoder.modality == VISION.name for encoder in recipe.model.all_encoders.values()):
         commands.append(f"  python -m lmms_eval --model vllm --model_args model={path} --tasks mmmu_val")
+    if recipe.model.generator is not None:
+        commands.append("  the image generator is not in it: --generator writes it to a folder of its own")
     return commands
 
 

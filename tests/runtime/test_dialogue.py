@@ -76,7 +76,9 @@ def greedy_answer_of_transformers(folder: Path, question: str) -> str:
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype="float32")
     messages = [{"role": "user", "content": question}]
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    ids = model.generate(**prompt, do_sample=False, max_new_tokens=NUM_TOKENS)[0, prompt["input_ids"].shape[1] :]
+    unknown = list(range(len(tokenizer), model.config.text_config.vocab_size))  # which are never generated here
+    written = model.generate(**prompt, do_sample=False, max_new_tokens=NUM_TOKENS, suppress_tokens=unknown)[0]
+    ids = written[prompt["input_ids"].shape[1] :]
     answer: str = tokenizer.decode(ids, skip_special_tokens=True).strip()
     return answer
 
