@@ -17,7 +17,7 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 _DATA_READING_COMMANDS = (
-    *("data stats", "data group", "data check", "data show", "data serve"),
+    *("data stats", "data group", "data check", "data show", "data serve", "data task-file"),
     *("plan", "profile", "simulate", "report", "train", "evaluate", "chat"),
 )
 _TRAINING_COMMANDS = (

@@ -78,7 +78,7 @@ class Dialogue:
             source = SourceSettings(path=path, image_root=Path(path.anchor))
             index, [unusable] = index_chosen(self._recipe, [source], ChosenSamples([0]))
             if unusable is not None:
-                raise _refusal(unusable)
+                raise _error_of(unusable)
             [asked] = select_questions(index, None)
             answerer = QuestionAnswerer(
                 self._generator, self._recipe, self._tokenizer, index, self._world, self._max_new_tokens
@@ -87,7 +87,7 @@ class Dialogue:
                 [asked], blank=False, token_listener=lambda answers: show(self._text_so_far(answers[asked.number]))
             )
         if bad:
-            raise _refusal(bad[0])
+            raise _error_of(bad[0])
         return answerer.text(tokens[asked])
 
     def _text_so_far(self, ids: Sequence[int]) -> str:
@@ -101,6 +101,6 @@ def _content_part(part: QuestionPart) -> dict[str, str]:
     return {"type": "text", "text": part}
 
 
-def _refusal(unusable: Quarantined) -> DataError:
+def _error_of(unusable: Quarantined) -> DataError:
     """Return why a question is not answered, without the file that holds it for a moment."""
     return DataError(f"{unusable.kind}: {unusable.reason}")

@@ -99,11 +99,13 @@ class EvaluateRequest:
     progress: ProgressBar | None = None  # opened on the first rank
     checkpoint: ChosenCheckpoint = NEWEST
 
-    def counting(self, world: World, label: str) -> AbstractContextManager[ProgressCallback]:
-        """Open a bar that counts answers, on the first rank only."""
+    def counting(
+        self, world: World, label: str, done_word: str = "answered"
+    ) -> AbstractContextManager[ProgressCallback]:
+        """Open a bar that counts answers, or what `done_word` says of them, on the first rank only."""
         if self.progress is None or not world.is_first:
             return nullcontext(_show_no_progress)
-        return self.progress(label, "answered")
+        return self.progress(label, done_word)
 
 
 def run(request: EvaluateRequest) -> None:
@@ -182,7 +184,8 @@ def _evaluate(request: EvaluateRequest, recipe: Recipe, world: World) -> None:
     if recipe.model.generator is not None:
         drawer = Drawer(single_stages(generator.all_units), recipe, index, tokenizer, world)
         folder = request.drawing.folder or request.run_dir / SAMPLES_FOLDER
-        drawings, undrawn = draw_held_out(drawer, request.drawing, folder, blank=request.blank_images)
+        counting = partial(request.counting, world, done_word="drawn")
+        drawings, undrawn = draw_held_out(drawer, request.drawing, folder, counting, blank=request.blank_images)
         bad += [entry for entry in undrawn if entry not in bad]
     world.on_first(lambda: _report_unusable((*index.quarantined, *bad), index, recipe))
     blanked = answers
