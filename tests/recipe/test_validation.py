@@ -80,6 +80,7 @@ EXPERTS = "model.llm.moe={experts: 6, top_k: 2, ffn: 6}"
         ("train.num_train_epochs=3", "what other trainers call num_train_epochs is train.epochs"),
         ("train.per_device_train_batch_size=3", "mmtrain packs samples into sequences; set data.seq_len"),
         ("cluster.nodes=8", "cluster.nodes: unknown key; set cluster.ranks, the ranks of all nodes; `plan --cluster"),
+        ("train.optimizer.name=adamw", "train.optimizer.name: unknown key; the optimizer is AdamW; train.optimizer.m"),
         ("train.lr=1e-3", "unknown key here; it belongs to train.optimizer.lr"),
         ("train.save_steps=3", "is train.checkpoint.every"),
         ("data.max_length=3", "is data.seq_len, of a packed sequence"),
