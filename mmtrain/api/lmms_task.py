@@ -90,6 +90,8 @@ def aggregate(points):
 def write_lmms_task(recipe: Recipe, out: Path, metrics: Sequence[str]) -> tuple[str, int]:
     """Write a task that asks what `mmtrain evaluate` asks; return its name and the number of its questions.
 
+    Conversations in which the model draws are left out.
+
     The functions need no mmtrain: they are those that score here. Media in files are named where they lie, others are
     written beside the task.
 

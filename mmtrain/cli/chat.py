@@ -1,5 +1,7 @@
 """`mmtrain chat`."""
 
+import contextlib
+import importlib
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -75,8 +77,8 @@ def _lines() -> Iterator[str]:
     if not sys.stdin.isatty():
         yield from (line.strip() for line in sys.stdin)
         return
-    import readline  # noqa: F401  # `input` then has a history, and edits lines
-
+    with contextlib.suppress(ImportError):  # with it, `input` has a history and edits lines
+        importlib.import_module("readline")
     while True:
         try:
             line = input(PROMPT)

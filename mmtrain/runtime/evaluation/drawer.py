@@ -6,6 +6,7 @@ noise that depends on seed, sample and place alone. So ranks that each run the w
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -148,9 +149,8 @@ class Drawer:
             outputs = self._llm_outputs(data)
             squared_errors += self._squared_errors(batch, outputs)
             num_elements += batch.num_counted_elements
-            drawn = self._sample(
-                batch, outputs, options, lambda share, at=num_done, of=num_in_round: show(at + int(share * of), num_all)
-            )
+            show_share = partial(_show_share, show, num_done, num_in_round, num_all)
+            drawn = self._sample(batch, outputs, options, show_share)
             images |= zip(batch.ids, drawn, strict=True)
             num_done += num_in_round
         bad_samples = {(entry.source, entry.index) for entry in bad.values()}
@@ -314,6 +314,11 @@ class _DrawingBuilder(BatchBuilder):
         if self._blank and unit != GENERATOR:
             return None
         return super()._load_cells(unit, sample_id, position, rows, cols)
+
+
+def _show_share(show: ProgressCallback, num_before: int, num_in_round: int, num_all: int, share: float) -> None:
+    """Show a part of a round as that part of its images."""
+    show(num_before + int(share * num_in_round), num_all)
 
 
 def sampling_steps(settings: GeneratorSettings, num_steps: int) -> tuple[SamplingStep, ...]:
