@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -208,7 +209,7 @@ def _worth_keeping(folders: Sequence[Path], keep: int) -> list[Path]:
 
     A run that goes back to any of these still has the one that was the best then. `folders`: newest first.
     """
-    trusted = [folder for folder in folders if is_trusted(folder)][:1]
+    trusted = list(islice(filter(is_trusted, folders), 1))  # no further manifest is read
     best_steps = {best_step_of(folder) for folder in (*folders[:keep], *trusted)}
     best = {}
     for folder in folders:
