@@ -17,11 +17,11 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 _DATA_READING_COMMANDS = (
-    *("data stats", "data group", "data check", "data show", "data serve"),
-    *("plan", "profile", "simulate", "report", "train", "evaluate"),
+    *("data stats", "data group", "data check", "data show", "data serve", "data task-file"),
+    *("plan", "profile", "simulate", "report", "train", "evaluate", "chat"),
 )
 _TRAINING_COMMANDS = (
-    *("train", "profile", "verify", "evaluate", "export"),
+    *("train", "profile", "verify", "evaluate", "chat", "export"),
     *("data latents", "data tiny-model"),
 )
 FORKING_COMMANDS = ("train", "profile", "verify", "evaluate", "data serve")  # those that start processes
@@ -66,6 +66,12 @@ SERVE = Extra(
     needed_by=("data serve",),
     used_by=("train",),
 )
+HUB = Extra(
+    "hf",
+    {"huggingface_hub": "huggingface-hub"},
+    "models that are named as on the hub, and exports to it",
+    used_by=("inspect", "plan", "simulate", "report", "train", "profile", "chat", "export"),
+)
 EXTRAS = (
     TRAIN,
     SERVE,
@@ -85,12 +91,7 @@ EXTRAS = (
         "sources on servers (URLs)",
         used_by=_DATA_READING_COMMANDS,
     ),
-    Extra(
-        "hf",
-        {"huggingface_hub": "huggingface-hub"},
-        "models that are named as on the hub",
-        used_by=("inspect", "plan", "simulate", "report", "train", "profile"),
-    ),
+    HUB,
     Extra("report", {"matplotlib": "matplotlib"}, "pictures (--png)", used_by=("report", "data stats")),
     Extra("wandb", {"wandb": "wandb"}, "a tracker: Weights & Biases", used_by=("train",)),
     Extra("mlflow", {"mlflow": "mlflow-skinny"}, "a tracker: MLflow", used_by=("train",)),

@@ -4,6 +4,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from mmtrain.models.shapes.freezing import LINEAR_PATTERNS
+
 SCHEDULES = {
     "cosine": "cosine",
     "cosine_with_min_lr": "cosine",
@@ -26,20 +28,6 @@ ATTENTION = {
     "auto": "auto",
 }
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
-# Linears as transformers names them -> patterns over ours; query, key and value are one linear, gate and up another.
-LINEARS = {
-    "q_proj": "llm.*.linear_qkv",
-    "k_proj": "llm.*.linear_qkv",
-    "v_proj": "llm.*.linear_qkv",
-    "linear_qkv": "llm.*.linear_qkv",
-    "o_proj": "llm.*.linear_proj",
-    "linear_proj": "llm.*.linear_proj",
-    "gate_proj": "llm.*.linear_fc1",
-    "up_proj": "llm.*.linear_fc1",
-    "linear_fc1": "llm.*.linear_fc1",
-    "down_proj": "llm.*.linear_fc2",
-    "linear_fc2": "llm.*.linear_fc2",
-}
 ALL_LINEARS = ("all", "all-linear", "all_linear")
 
 
@@ -117,10 +105,10 @@ def _targets(value: Any) -> list[str]:
     names = [str(name).strip("'\"[]") for name in as_list(value)]
     if any(name in ALL_LINEARS for name in names):
         return ["llm.*.linear_*"]
-    unknown = [name for name in names if name not in LINEARS]
+    unknown = [name for name in names if name not in LINEAR_PATTERNS]
     if unknown:
-        raise NoMatchError(f"there is no linear {', '.join(unknown)}; known: {', '.join(LINEARS)}")
-    return list(dict.fromkeys(LINEARS[name] for name in names))
+        raise NoMatchError(f"there is no linear {', '.join(unknown)}; known: {', '.join(LINEAR_PATTERNS)}")
+    return list(dict.fromkeys(LINEAR_PATTERNS[name] for name in names))
 
 
 def _clip(value: Any) -> float | None:

@@ -5,9 +5,12 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Literal
 
+from mmtrain.api.model_card import CARD_FILE, model_card
+from mmtrain.durable_files import disk_errors_named, write_whole
 from mmtrain.recipe import Recipe
 
 if TYPE_CHECKING:
+    from mmtrain.checkpoint import ChosenCheckpoint
     from mmtrain.weights import ExportDtype, ExportedFolder
 
 ExportedPart = Literal["model", "adapter", "generator"]
@@ -16,42 +19,41 @@ ExportedPart = Literal["model", "adapter", "generator"]
 def export_run(
     run: Path,
     out: Path,
-    step: int | None = None,
+    checkpoint: "ChosenCheckpoint" = "newest",
     dtype: "ExportDtype | None" = None,
     part: ExportedPart = "model",
     warn: Callable[[str], None] = print,
 ) -> "tuple[ExportedFolder, list[str]]":
-    """Write a checkpoint of a run as a folder of transformers, peft or diffusers.
+    """Write a checkpoint of a run as a folder of transformers, peft or diffusers, with a card (`README.md`).
 
     Return what was written, and lines that say what opens it.
 
     Args:
         run: folder of the run.
         out: folder to write, which must not exist.
-        step: of the checkpoint; by default the newest good one.
+        checkpoint: the newest good one, the best one by `train.best`, or that of a step.
         dtype: of the stored weights; by default as in the folder that the run started from, else fp32.
         part: the model without a generator, the adapters of `train.lora` alone, or the image generator alone.
         warn: hears of checkpoints that are damaged.
 
     Raises:
         UserError: `run` is no run, `out` exists, or the model has no such part.
-        CheckpointError: no checkpoint is good, or none is of that step.
+        CheckpointError: no checkpoint is good, none is of that step, or none is known to be the best.
     """
-    from mmtrain.checkpoint import open_newest_good, open_step
+    from mmtrain.checkpoint import open_chosen
     from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, load_run_recipe
     from mmtrain.weights import export_adapter, export_folder, export_generator
 
     recipe = load_run_recipe(run)
-    root = run / CHECKPOINTS_FOLDER
-    checkpoint = open_newest_good(root, warn) if step is None else open_step(root, step, warn)
+    opened = open_chosen(run / CHECKPOINTS_FOLDER, checkpoint, warn)
     if part == "generator":
-        return export_generator(recipe, checkpoint, out, dtype), _generator_commands(out, recipe)
-    if part == "adapter":
-        return export_adapter(recipe, checkpoint, out, dtype), _adapter_commands(out, recipe.model.hf)
-    written = export_folder(recipe, checkpoint, out, dtype)
-    commands = _model_commands(out, recipe)
-    if recipe.model.generator is not None:
-        commands.append("  the image generator is not in it: --generator writes it to a folder of its own")
+        written, commands = export_generator(recipe, opened, out, dtype), _generator_commands(out, recipe)
+    elif part == "adapter":
+        written, commands = export_adapter(recipe, opened, out, dtype), _adapter_commands(out, recipe.model.hf)
+    else:
+        written, commands = export_folder(recipe, opened, out, dtype), _model_commands(out, recipe)
+    with disk_errors_named(out):
+        write_whole(out / CARD_FILE, model_card(run, recipe, opened.step, part))
     return written, commands
 
 
@@ -63,6 +65,8 @@ def _model_commands(folder: Path, recipe: "Recipe") -> list[str]:
     commands = [f"  vllm serve {path}", f"  python -m sglang.launch_server --model-path {path}"]
     if any(encoder.modality == VISION.name for encoder in recipe.model.all_encoders.values()):
         commands.append(f"  python -m lmms_eval --model vllm --model_args model={path} --tasks mmmu_val")
+    if recipe.model.generator is not None:
+        commands.append("  the image generator is not in it: --generator writes it to a folder of its own")
     return commands
 
 

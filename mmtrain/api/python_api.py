@@ -5,11 +5,11 @@ process of its own (`own_process`), which gives its memory back: `train`, `evalu
 """
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from mmtrain.api.local_cluster import require_costs
 from mmtrain.api.opened_run import Run, open_run
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from mmtrain.api.exported_run import ExportedPart
     from mmtrain.api.shown_samples import ShownSamples
     from mmtrain.api.simulated_steps import SimulatedSteps
+    from mmtrain.checkpoint import ChosenCheckpoint
     from mmtrain.report import EvaluationResult
     from mmtrain.report.verification import Verification
     from mmtrain.weights import ExportDtype
@@ -236,8 +237,14 @@ def evaluate(
         UserError: the folder is none of a run, or its recipe has no held-out data.
         CheckpointError: no checkpoint is good.
     """
-    path = None if out is None else Path(out)
-    return run_in_own_process(_evaluate, _folder(run), limit, ranks, blank_images, max_new_tokens, draw, path)
+    options = {
+        "limit": limit,
+        "ranks": ranks,
+        "blank_images": blank_images,
+        "max_new_tokens": max_new_tokens,
+        "out": None if out is None else Path(out),
+    }
+    return run_in_own_process(_evaluate, _folder(run), draw, options)
 
 
 def verify(
@@ -271,7 +278,7 @@ def export(
     run: str | Path | Run,
     out: str | Path,
     *,
-    step: int | None = None,
+    checkpoint: "ChosenCheckpoint" = "newest",
     dtype: "ExportDtype | None" = None,
     part: "ExportedPart" = "model",
 ) -> Path:
@@ -280,7 +287,7 @@ def export(
     Args:
         run: that `train` returned, or its folder.
         out: folder to write, which must not exist.
-        step: of the checkpoint; by default the newest good one.
+        checkpoint: `newest` (the newest good one), `best` (by `train.best`), or the step of one.
         dtype: `bf16`, `fp16` or `fp32`; by default as in the folder that the run started from, else `fp32`.
         part: `model`; `adapter`: those of `train.lora` alone, for peft; `generator`: a folder of diffusers.
 
@@ -288,7 +295,7 @@ def export(
         UserError: the folder is none of a run, `out` exists, or the model has no such part.
         CheckpointError: no checkpoint is good.
     """
-    run_in_own_process(_export, _folder(run), Path(out), step, dtype, part)
+    run_in_own_process(_export, _folder(run), Path(out), checkpoint, dtype, part)
     return Path(out)
 
 
@@ -333,15 +340,8 @@ def _train(path: Path, overrides: Sequence[str], run_dir: Path | None, options: 
         start_training(request)
 
 
-def _evaluate(
-    folder: Path,
-    limit: int | None,
-    ranks: int,
-    blank_images: bool,
-    max_new_tokens: int | None,
-    draw: int | None,
-    out: Path | None,
-) -> "EvaluationResult":
+def _evaluate(folder: Path, draw: int | None, options: Mapping[str, Any]) -> "EvaluationResult":
+    """Evaluate in this process; `options` are fields of the request."""
     from mmtrain.api.plans import plan_for_started_ranks
     from mmtrain.runtime.evaluation.score_drawings import DrawingRequest
     from mmtrain.runtime.evaluation.score_run import EvaluateRequest
@@ -350,11 +350,7 @@ def _evaluate(
     drawing = DrawingRequest(draw, None, None, None, None)
     with tempfile.TemporaryDirectory(prefix="mmtrain-") as results:
         show = partial(_save, Path(results, "result"))  # on the first rank, a process of its own
-        evaluate_run(
-            EvaluateRequest(
-                folder, plan_for_started_ranks, show, limit, blank_images, ranks, drawing, max_new_tokens, out
-            )
-        )
+        evaluate_run(EvaluateRequest(folder, plan_for_started_ranks, show, drawing=drawing, **options))
         return _saved(Path(results, "result"))
 
 
@@ -381,8 +377,10 @@ def _verify(
     return verify_recipe(read_and_check(path, overrides).recipe, plan_path, steps, whole)
 
 
-def _export(run: Path, out: Path, step: int | None, dtype: "ExportDtype | None", part: "ExportedPart") -> None:
+def _export(
+    run: Path, out: Path, checkpoint: "ChosenCheckpoint", dtype: "ExportDtype | None", part: "ExportedPart"
+) -> None:
     from mmtrain.api.exported_run import export_run
 
-    written, commands = export_run(run, out, step, dtype, part)
+    written, commands = export_run(run, out, checkpoint, dtype, part)
     print("\n".join([*written.notes, written.summary(), *commands]))

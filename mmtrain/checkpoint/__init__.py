@@ -8,8 +8,8 @@ weight = checkpoint.read("llm.layers.0.weight", ShardSpec((64, 32), dim=0, start
 """
 
 from mmtrain.checkpoint.folders import find, foreign_drafts, latest
-from mmtrain.checkpoint.load import Checkpoint, open_newest_good, open_step
-from mmtrain.checkpoint.manifest import SUSPECT_SINCE
+from mmtrain.checkpoint.load import NEWEST, Checkpoint, ChosenCheckpoint, open_chosen, open_newest_good
+from mmtrain.checkpoint.manifest import BEST_STEP, SUSPECT_SINCE
 from mmtrain.checkpoint.rank_agreement import Ranks
 from mmtrain.checkpoint.save import SavingRun, Snapshot, save, set_aside_newer
 from mmtrain.checkpoint.storage import FileSum, LocalStorage, ProgressCallback, Storage
@@ -17,8 +17,11 @@ from mmtrain.checkpoint.tensor_pieces import Shard, ShardSpec
 from mmtrain.checkpoint.verify_files import is_trusted, verify
 
 __all__ = [
+    "BEST_STEP",
+    "NEWEST",
     "SUSPECT_SINCE",
     "Checkpoint",
+    "ChosenCheckpoint",
     "FileSum",
     "LocalStorage",
     "ProgressCallback",
@@ -32,8 +35,8 @@ __all__ = [
     "foreign_drafts",
     "is_trusted",
     "latest",
+    "open_chosen",
     "open_newest_good",
-    "open_step",
     "save",
     "set_aside_newer",
     "verify",

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from mmtrain.checkpoint import folders as layout
 from mmtrain.checkpoint import tensorfile
@@ -12,12 +12,16 @@ from mmtrain.checkpoint.manifest import Manifest, Piece
 from mmtrain.checkpoint.rank_agreement import Ranks
 from mmtrain.checkpoint.storage import ProgressCallback, ignore_progress
 from mmtrain.checkpoint.tensor_pieces import Region, ShardSpec, overlap
-from mmtrain.checkpoint.verify_files import read_manifest, verify_together
+from mmtrain.checkpoint.verify_files import best_step_of, complete, read_manifest, verify_together
 from mmtrain.errors import CheckpointError
 from mmtrain.written_by import OTHER_FORMAT
 
 if TYPE_CHECKING:
     import torch
+
+ChosenCheckpoint = Literal["newest", "best"] | int  # a number is a step
+NEWEST: Literal["newest"] = "newest"
+BEST: Literal["best"] = "best"
 
 
 def open_newest_good(
@@ -57,20 +61,49 @@ def open_newest_good(
     raise CheckpointError(f"no checkpoint in {root}")
 
 
-def open_step(root: Path, step: int, on_bad: Callable[[str], None]) -> "Checkpoint":
-    """Open the newest good checkpoint of one step, alone; see `open_newest_good`.
+def open_chosen(
+    root: Path, chosen: ChosenCheckpoint, on_bad: Callable[[str], None], ranks: Ranks | None = None
+) -> "Checkpoint":
+    """Open the newest good checkpoint, the best one, or that of a step; see `open_newest_good`.
 
-    Raises CheckpointError, which says which steps there are, if there is none, and as `open_newest_good`.
+    The newest checkpoint says which one is the best. Raises CheckpointError, which says what there is, if there is no
+    such checkpoint, and as `open_newest_good`.
     """
-    folders = layout.find(root)
+    ranks = ranks or Ranks.alone()
+    if chosen == NEWEST:
+        return open_newest_good(root, on_bad, ranks)
+    if chosen != BEST:
+        return _open_step(root, chosen, on_bad, ranks)
+    step = ranks.from_zero(f"listing the checkpoints in {root}", lambda: _find_best_step(root))
+    if step is None:
+        raise CheckpointError(
+            f"no checkpoint in {root} says which one is the best: train.best.metric in the recipe, such as val_loss, "
+            "lets a run remember it. Name a step, or take the newest one"
+        )
+    return _open_step(root, step, on_bad, ranks)
+
+
+def _find_best_step(root: Path) -> int | None:
+    """Return the step that the newest checkpoint calls the best so far; only manifests are read."""
+    return next((best_step_of(folder) for folder in layout.find(root) if complete(folder)), None)
+
+
+def _open_step(root: Path, step: int, on_bad: Callable[[str], None], ranks: Ranks) -> "Checkpoint":
+    """Open the newest good checkpoint of one step."""
+
+    def list_all() -> list[str]:
+        return [str(path) for path in layout.find(root)]
+
+    folders = [Path(text) for text in ranks.from_zero(f"listing the checkpoints in {root}", list_all)]
     for folder in folders:
         if layout.step_of(folder) != step:
             continue
-        problems = verify_together(folder, Ranks.alone())
+        problems = verify_together(folder, ranks)
         if not problems:
             return Checkpoint(folder, read_manifest(folder))
         _require_known_format(folder, problems)
-        on_bad(f"checkpoint {folder} is damaged and not used: {'; '.join(problems)}")
+        if ranks.rank == 0:
+            on_bad(f"checkpoint {folder} is damaged and not used: {'; '.join(problems)}")
     steps = sorted({str(layout.step_of(folder)) for folder in folders}, key=int)
     there_are = f"there are checkpoints of steps {', '.join(steps)}" if steps else "there is none at all"
     raise CheckpointError(f"no good checkpoint of step {step} in {root}; {there_are}")

@@ -17,6 +17,7 @@ from mmtrain.written_by import WRITTEN_BY, describe_other_format
 
 FORMAT = 1
 SUSPECT_SINCE = "suspect_since"  # key of the state: the step from which on the weights may be spoiled, or None
+BEST_STEP = "best_step"  # key of the state: the step of the best checkpoint so far, or None
 _FRAME = re.compile(rb'\{"sha256":"([0-9a-f]{64})","manifest":(\{.*\})\}\n', re.DOTALL)
 
 

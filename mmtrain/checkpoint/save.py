@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from mmtrain.checkpoint.storage import (
     ignore_progress,
 )
 from mmtrain.checkpoint.tensor_pieces import Shard
-from mmtrain.checkpoint.verify_files import complete, is_trusted, verify_together
+from mmtrain.checkpoint.verify_files import best_step_of, complete, is_trusted, verify_together
 from mmtrain.errors import CheckpointError
 
 
@@ -29,6 +30,7 @@ class Snapshot:
 
     `state` and `rank_state` are JSON values: position in the data, schedule, random generators as integers or hex. A
     value of `state[SUSPECT_SINCE]` other than None rates the checkpoint as suspect: its weights may be spoiled.
+    `state[BEST_STEP]` names the step of the best checkpoint so far, which is kept.
     """
 
     step: int
@@ -58,8 +60,8 @@ def save(
     """Save one checkpoint together with all ranks; return its folder.
 
     When this returns, the checkpoint survives a power cut and `latest` names it. Afterwards the `keep` newest
-    checkpoints remain, and the newest one that is not suspect; no checkpoint is removed while one of those is found
-    damaged.
+    checkpoints remain, the newest one that is not suspect, and the best ones that all these name; no checkpoint is
+    removed while one of the newest is found damaged.
     `progress` hears of every piece of a file that this rank has written or read.
 
     Raises CheckpointError, the same on every rank, if any rank fails, or if another run owns the folder now. Then
@@ -163,7 +165,7 @@ def point_latest(root: Path, folder: Path, storage: Storage, run: SavingRun) -> 
 
 
 def _retire(saved: Path, keep: int, ranks: Ranks, storage: Storage, run: SavingRun, progress: ProgressCallback) -> None:
-    """Remove all but the `keep` newest checkpoints and the newest trusted one, unless one of the newest is damaged.
+    """Remove all but the `keep` newest checkpoints and those of `_worth_keeping`, unless one of the newest is damaged.
 
     The newest is the one just `saved`. What claims to be of a later step is foreign, or was damaged when the run
     resumed from an earlier one. It neither counts nor is removed: else removal would stop until the run is past it.
@@ -181,10 +183,10 @@ def _retire(saved: Path, keep: int, ranks: Ranks, storage: Storage, run: SavingR
     # Rank 0 lists for all ranks: other ranks may see the folder at another moment.
     folders = [Path(text) for text in ranks.from_zero(f"listing the checkpoints in {root}", find_up_to_saved)]
     newest = folders[:keep]
-    trusted = ranks.from_zero(
-        f"rating the checkpoints in {root}", lambda: next((str(path) for path in folders if is_trusted(path)), None)
+    worth_keeping = ranks.from_zero(
+        f"rating the checkpoints in {root}", lambda: [str(path) for path in _worth_keeping(folders, keep)]
     )
-    old = [folder for folder in folders[keep:] if str(folder) != trusted]
+    old = [folder for folder in folders[keep:] if str(folder) not in worth_keeping]
     if not old or verify_together(newest[min(2, keep) - 1], ranks, progress):
         return
 
@@ -200,6 +202,21 @@ def _retire(saved: Path, keep: int, ranks: Ranks, storage: Storage, run: SavingR
 
     # No rank may start the next save, or exit, while rank 0 is still removing or after it failed.
     ranks.from_zero(f"removing old checkpoints from {root}", remove)
+
+
+def _worth_keeping(folders: Sequence[Path], keep: int) -> list[Path]:
+    """Return the newest trusted checkpoint, and the best ones that it and the `keep` newest name.
+
+    A run that goes back to any of these still has the one that was the best then. `folders`: newest first.
+    """
+    trusted = list(islice(filter(is_trusted, folders), 1))  # no further manifest is read
+    best_steps = {best_step_of(folder) for folder in (*folders[:keep], *trusted)}
+    best = {}
+    for folder in folders:
+        step = layout.step_of(folder)
+        if step in best_steps and step not in best and complete(folder):
+            best[step] = folder
+    return [*trusted, *best.values()]
 
 
 def _write(path: Path, chunks: Iterable[bytes | memoryview], storage: Storage) -> FileSum:

@@ -4,7 +4,7 @@ import hashlib
 from pathlib import Path
 
 from mmtrain.checkpoint.folders import MANIFEST, step_of
-from mmtrain.checkpoint.manifest import SUSPECT_SINCE, Manifest
+from mmtrain.checkpoint.manifest import BEST_STEP, SUSPECT_SINCE, Manifest
 from mmtrain.checkpoint.rank_agreement import Ranks
 from mmtrain.checkpoint.storage import PIECE_BYTES, FileSum, ProgressCallback, ignore_progress
 from mmtrain.errors import CheckpointError
@@ -50,6 +50,15 @@ def complete(folder: Path) -> bool:
 def is_trusted(folder: Path) -> bool:
     """Tell whether a checkpoint is complete, and was not rated suspect when it was saved."""
     return complete(folder) and read_manifest(folder).state.get(SUSPECT_SINCE) is None
+
+
+def best_step_of(folder: Path) -> int | None:
+    """Return the step of the best checkpoint so far, as a checkpoint says; None if it names none, or is damaged."""
+    try:
+        step = read_manifest(folder).state.get(BEST_STEP)
+    except CheckpointError:
+        return None
+    return step if isinstance(step, int) else None
 
 
 def read_manifest(folder: Path) -> Manifest:

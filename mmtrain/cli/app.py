@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from mmtrain.cli import (
+    chat,
     convert_config,
     data,
     doctor,
@@ -44,6 +45,7 @@ app.command()(simulate.simulate)
 app.command()(needing_packages("verify")(verify.verify))
 app.command()(report.report)
 app.command()(needing_packages("evaluate")(evaluate.evaluate))
+app.command()(needing_packages("chat")(chat.chat))
 app.command()(needing_packages("export")(export.export))
 app.command()(inspect.inspect)
 app.add_typer(data.app, name="data")

@@ -18,6 +18,35 @@ app.command()(data_check.check)
 app.command()(data_show.show)
 
 
+@app.command("task-file")
+def task_file(
+    overrides: Overrides,
+    recipe: RecipeFile,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to write; it must not exist.")],
+    metric: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Score by this metric, too: contains, anls, f1, wer or 'regex=PATTERN'. Repeatable. "
+            "Default: train.metrics of the recipe.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Write the held-out questions of a recipe as a task of lmms-eval.
+
+    The folder holds its YAML, its functions and its data. Scores are those of `mmtrain evaluate`, whatever serves the
+    model. Neither lmms-eval nor mmtrain is needed to write or to run it, respectively.
+    """
+    from mmtrain.api.lmms_task import write_lmms_task
+    from mmtrain.recipe import load_recipe
+
+    settings = load_recipe(recipe, overrides).recipe
+    task, num_questions = write_lmms_task(settings, out, metric or settings.train.metrics)
+    typer.echo(f"{out}: the task {task} with {num_questions} questions. Use it with")
+    typer.echo(f"  python -m lmms_eval --include_path {out} --tasks {task} --model vllm --model_args model=FOLDER")
+
+
 @app.command()
 def demo(
     out: Annotated[

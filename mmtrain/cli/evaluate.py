@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mmtrain.cli.counting_bar import counting_bar
-from mmtrain.cli.options import AsJson, RunFolder, require_writable
+from mmtrain.cli.options import AsJson, CheckpointChoice, RunFolder, chosen_checkpoint, require_writable
 
 if TYPE_CHECKING:
     from mmtrain.report import EvaluationResult
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 def evaluate(
     run: RunFolder,
+    checkpoint: CheckpointChoice = "newest",
     limit: Annotated[int | None, typer.Option(min=1, help="Ask at most this many questions. Default: all.")] = None,
     max_new_tokens: Annotated[
         int | None,
@@ -107,7 +108,8 @@ def evaluate(
     drawing = DrawingRequest(draw, steps, guidance, seed, samples)
     show = partial(_show, as_json)
     asked = run, plan_for_started_ranks, show, limit, blank_images, ranks, drawing, max_new_tokens
-    evaluate_run(EvaluateRequest(*asked, out=out, metrics=metrics, progress=counting_bar))
+    chosen = chosen_checkpoint(checkpoint)
+    evaluate_run(EvaluateRequest(*asked, out=out, metrics=metrics, progress=counting_bar, checkpoint=chosen))
 
 
 def _show(as_json: bool, report: "EvaluationResult") -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mmtrain.cli.options import RunFolder
+from mmtrain.cli.options import CheckpointChoice, RunFolder, chosen_checkpoint
 
 if TYPE_CHECKING:
     from mmtrain.api.exported_run import ExportedPart
@@ -23,9 +23,7 @@ class StoredType(StrEnum):
 def export(
     run: RunFolder,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to write; it must not exist.")],
-    step: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Step of the checkpoint. Default: the newest good one.")
-    ] = None,
+    checkpoint: CheckpointChoice = "newest",
     dtype: Annotated[
         StoredType | None,
         typer.Option(
@@ -38,20 +36,40 @@ def export(
     generator: Annotated[
         bool, typer.Option("--generator", help="Write the image generator alone, as a folder of diffusers.")
     ] = False,
+    push: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ORG/NAME",
+            help="Publish the folder as this model of the Hugging Face hub, with its card. Needs mmtrain[hf].",
+            show_default=False,
+        ),
+    ] = None,
+    public: Annotated[
+        bool, typer.Option("--public", help="Let everyone see a repository that --push creates. Default: private.")
+    ] = False,
 ) -> None:
     """Write a trained model as a Hugging Face folder.
 
     transformers, vLLM and SGLang open it. Config, tokenizer and templates are those of the folder that the run started
     from (`model.hf`). A run from random weights gets those of a family that has its settings. An image generator is
-    left out, unless --generator asks for it alone.
+    left out, unless --generator asks for it alone. A card, README.md, states base model, data, results, plan, recipe.
     """
     from mmtrain.api.exported_run import export_run
+    from mmtrain.api.hub_upload import create_repository, push_folder
 
+    if public and push is None:
+        raise typer.BadParameter("--public is of a repository that --push creates; give both")
     if adapter and generator:
         raise typer.BadParameter("--adapter and --generator write different folders; give one of them")
+    if push is not None:
+        create_repository(push, public=public)
     part: ExportedPart = "adapter" if adapter else "generator" if generator else "model"
-    written, commands = export_run(run, out, step, None if dtype is None else dtype.value, part, _warn)
+    written, commands = export_run(
+        run, out, chosen_checkpoint(checkpoint), None if dtype is None else dtype.value, part, _warn
+    )
     typer.echo("\n".join([*written.notes, written.summary(), *commands]))
+    if push is not None:
+        typer.echo(f"published: {push_folder(out, push, f'Weights after step {written.step}')}")
 
 
 def _warn(text: str) -> None:

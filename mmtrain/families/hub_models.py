@@ -36,6 +36,14 @@ def is_model_of_hub(text: str, folder: Path | None = None) -> bool:
     return is_hub_name(text) and not (folder or Path(text)).exists()
 
 
+def hub_name_of(folder: Path) -> str | None:
+    """Return the name of the model whose commit a folder of the hub's cache holds; None for other folders."""
+    cached_repo = folder.parent.parent.name
+    if folder.parent.name != _SNAPSHOTS or not cached_repo.startswith(_CACHED_REPO_PREFIX):
+        return None
+    return cached_repo.removeprefix(_CACHED_REPO_PREFIX).replace("--", "/")
+
+
 def fetch_config(name: str) -> Path:
     """Fetch all files of a model but its weights; return their folder. What the cache has is not fetched again.
 
@@ -50,14 +58,12 @@ def fetch_weights(folder: Path) -> None:
 
     Raises ModelFolderError.
     """
-    cached_repo = folder.parent.parent.name
-    is_cached = folder.parent.name == _SNAPSHOTS and cached_repo.startswith(_CACHED_REPO_PREFIX)
-    if not is_cached:
+    repo = hub_name_of(folder)
+    if repo is None:
         return
     missing = [name for name in _weight_files(folder) if not (folder / name).exists()]
     if not missing:
         return
-    repo = cached_repo.removeprefix(_CACHED_REPO_PREFIX).replace("--", "/")
     _fetch(repo, folder.name, folder.parents[2], missing, shows_progress=True)
     lacking = [name for name in missing if not (folder / name).exists()]
     if lacking:

@@ -38,14 +38,24 @@ def load_run_recipe(run_dir: Path) -> Recipe:
     return load_recipe(path).recipe
 
 
-def write_run_state(run_dir: Path, status: RunStatus, step: int | None = None, error: str | None = None) -> None:
+def write_run_state(
+    run_dir: Path,
+    status: RunStatus,
+    step: int | None = None,
+    error: str | None = None,
+    ended_early: str | None = None,
+) -> None:
     """Replace the state atomically: a reader sees the old one or the new one.
 
-    `step` is the last step that a resumed run would not repeat; None leaves it unchanged.
+    `step` is the last step that a resumed run would not repeat; None leaves it unchanged. `ended_early` says why a run
+    is done before its last step.
     """
     if step is None:
         step = read_run_state(run_dir).get("step", 0)
-    write_whole(run_dir / RUN_STATE_FILE, json.dumps({"status": status, "step": step, "error": error}) + "\n")
+    state = {"status": status, "step": step, "error": error}
+    if ended_early is not None:
+        state["ended_early"] = ended_early
+    write_whole(run_dir / RUN_STATE_FILE, json.dumps(state) + "\n")
 
 
 def read_run_state(run_dir: Path) -> dict[str, Any]:

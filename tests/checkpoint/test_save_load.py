@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from mmtrain import __version__
 from mmtrain.checkpoint import (
+    BEST_STEP,
     SUSPECT_SINCE,
     Checkpoint,
     Ranks,
@@ -25,8 +26,8 @@ from mmtrain.checkpoint import (
     find,
     is_trusted,
     latest,
+    open_chosen,
     open_newest_good,
-    open_step,
     save,
     verify,
 )
@@ -35,6 +36,10 @@ from mmtrain.written_by import WRITTEN_BY
 from tests.checkpoint.conftest import in_threads, shards_of, weights
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool, torch.float16]
+
+
+def refuse(text: str) -> None:
+    raise AssertionError(text)
 
 
 def save_alone(root: Path, step: int, keep: int = 2) -> Path:
@@ -393,6 +398,43 @@ def test_the_newest_checkpoint_that_is_not_suspect_is_kept_beside_the_newest(roo
     assert [folder.name for folder in find(root)] == ["step-00000006"], "it takes the place of both"
 
 
+def test_the_best_checkpoint_that_a_kept_one_names_is_kept(root: Path) -> None:
+    """A run that goes back to an older checkpoint still has the one that was the best then."""
+    kept_after = []
+    for step, best in ((1, 1), (2, 1), (3, 1), (4, 4), (5, 4)):
+        save(root, Snapshot(step, shards_of(step, 0, 1), {BEST_STEP: best}), keep=2, ranks=Ranks.alone())
+        kept_after.append([int(folder.name[-1]) for folder in find(root)])
+    assert kept_after == [[1], [2, 1], [3, 2, 1], [4, 3, 1], [5, 4]]
+    assert open_chosen(root, "best", refuse).step == 4
+    assert open_chosen(root, "newest", refuse).step == 5
+    assert open_chosen(root, 4, refuse).step == 4
+
+
+def test_a_best_checkpoint_that_is_damaged_or_unknown_is_named(root: Path) -> None:
+    save_alone(root, 1)
+    with pytest.raises(CheckpointError, match=r"says which one is the best: train\.best\.metric"):
+        open_chosen(root, "best", refuse)
+    best = save(root, Snapshot(2, shards_of(2, 0, 1), {BEST_STEP: 2}), keep=2, ranks=Ranks.alone())
+    save(root, Snapshot(3, shards_of(3, 0, 1), {BEST_STEP: 2}), keep=2, ranks=Ranks.alone())
+    (best / "rank-00000.safetensors").write_bytes(b"")
+    reports: list[str] = []
+    with pytest.raises(
+        CheckpointError, match=r"no good checkpoint of step 2 in .*; there are checkpoints of steps 2, 3"
+    ):
+        open_chosen(root, "best", reports.append)
+    assert len(reports) == 1
+    assert f"checkpoint {best} is damaged and not used" in reports[0]
+
+
+def test_ranks_open_the_best_checkpoint_together(root: Path) -> None:
+    for step in (1, 2):
+        in_threads(2, lambda ranks, step=step: save(
+            root, Snapshot(step, shards_of(step, ranks.rank, 2), {BEST_STEP: 1}), keep=2, ranks=ranks
+        ))  # fmt: skip
+    opened = in_threads(2, lambda ranks: open_chosen(root, "best", refuse, ranks).step)
+    assert opened == [1, 1]
+
+
 def test_a_newer_checkpoint_of_another_format_is_not_passed_over(root: Path) -> None:
     """An older good one would be opened without a word, and the steps after it lost."""
     save_alone(root, 1)
@@ -405,6 +447,6 @@ def test_a_newer_checkpoint_of_another_format_is_not_passed_over(root: Path) -> 
     with pytest.raises(CheckpointError, match=re.escape(message)):
         open_newest_good(root, reports.append)
     with pytest.raises(CheckpointError, match=re.escape(message)):
-        open_step(root, 2, reports.append)
+        open_chosen(root, 2, reports.append)
     assert reports == []
-    assert open_step(root, 1, reports.append).step == 1
+    assert open_chosen(root, 1, reports.append).step == 1

@@ -53,6 +53,7 @@ CORE: dict[str, list[str]] = {
     "data show": ["--recipe", "run/recipe.yaml"],
     "data demo": ["--out", "demo", "--samples", "20", "--heldout", "4"],
     "data group": ["run/recipe.yaml"],
+    "data task-file": ["run/recipe.yaml", "--out", "task"],
     "recipes": [],
     "recipes copy": ["demo"],
 }
@@ -68,6 +69,7 @@ NEEDS_TRAIN = {
     "profile": ["run/recipe.yaml"],
     "verify": ["run/recipe.yaml"],
     "evaluate": ["run"],
+    "chat": ["run"],
     "export": ["run", "--out", "exported"],
     "data latents": ["run/recipe.yaml"],
     "data tiny-model": ["llava", "--out", "tiny2"],

@@ -121,6 +121,10 @@ def test_norms_that_train_beside_adapters_cost_no_gradients_of_matrices() -> Non
     [
         ({"targets": ("llm.*.q_proj",)}, r"^train\.lora\.targets\.0: llm\.\*\.q_proj matches no linear .*linear_"),
         (
+            {"targets": ("up_proj",)},
+            r"up_proj matches no linear .*; up_proj is part of llm\.\*\.linear_fc1; ",
+        ),
+        (
             {"targets": ("llm.layers.[12].mlp.experts.[0-2].linear_fc2",)},
             r"^train\.lora\.targets: name linear_fc2 of 3 of the 4 experts of llm\.layers\.1\.mlp, allowed: that of",
         ),

@@ -17,6 +17,7 @@ DIT = "model.generator={kind: dit, widths: [8], heads: [4], layers: 2, context_w
 GENERATOR = "model.generator={preset: stable-diffusion-2.1}"
 RESAMPLER = "model.vision.projector={kind: resampler, queries: 8}"
 AUDIO = "model.audio={layers: 2, hidden: 32, heads: 4, ffn: 64}"
+HELD_OUT = "data.validation_fraction=0.1"
 Write = Callable[[str, str], Path]
 
 
@@ -79,6 +80,7 @@ EXPERTS = "model.llm.moe={experts: 6, top_k: 2, ffn: 6}"
         ("train.num_train_epochs=3", "what other trainers call num_train_epochs is train.epochs"),
         ("train.per_device_train_batch_size=3", "mmtrain packs samples into sequences; set data.seq_len"),
         ("cluster.nodes=8", "cluster.nodes: unknown key; set cluster.ranks, the ranks of all nodes; `plan --cluster"),
+        ("train.optimizer.name=adamw", "train.optimizer.name: unknown key; the optimizer is AdamW; train.optimizer.m"),
         ("train.lr=1e-3", "unknown key here; it belongs to train.optimizer.lr"),
         ("train.save_steps=3", "is train.checkpoint.every"),
         ("data.max_length=3", "is data.seq_len, of a packed sequence"),
@@ -414,6 +416,23 @@ def test_missing_settings_say_what_they_are(write: Write) -> None:
         (["train.validate_every=5"], "train.validate_every: 5, but data.validation is empty"),
         (["train.evaluate_every=5"], "train.evaluate_every: 5, but data.validation is empty"),
         (
+            ["train.best.metric=val_loss"],
+            "train.best.metric: found 'val_loss', allowed with this recipe: nothing, since train.validate_every and "
+            "train.evaluate_every are 0; train.validate_every measures losses",
+        ),
+        (
+            [HELD_OUT, "train.validate_every=5", "train.evaluate_every=5", "train.best.metric=val_f1"],
+            "train.best.metric: found 'val_f1', allowed with this recipe: val_loss, val_exact; train.validate_every",
+        ),
+        (
+            [HELD_OUT, "train.evaluate_every=5", "train.metrics=['p:length']", "train.best.metric=val_length"],
+            "train.best.higher_is_better: missing; val_length is a plug-in's, which may be better when it is higher",
+        ),
+        (
+            [HELD_OUT, "train.validate_every=5", "train.best={metric: val_loss, min_gain: 0.1}"],
+            "train.best: min_gain: found 0.1 without patience, which alone reads it; set patience",
+        ),
+        (
             ["data.validation_fraction=0.1", "data.validation=[{path: a.json}]"],
             "data.validation_fraction: 0.1, but data.validation names sources of held-out samples; give one",
         ),
@@ -595,7 +614,7 @@ def test_checks_do_not_fail_on_recipes_with_other_problems(base: Path, section: 
 
 
 def test_no_check_is_forgotten() -> None:
-    assert len({check.__name__ for check in CHECKS}) == len(CHECKS) == 33
+    assert len({check.__name__ for check in CHECKS}) == len(CHECKS) == 34
 
 
 FINE = "model.encoders.fine={modality: vision, layers: 2, hidden: 32, heads: 4, ffn: 64, patch: 16, max_side: 32}"

@@ -1,6 +1,9 @@
 """`mmtrain evaluate` on a model that draws: files, losses by timestep, and what it refuses."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ from tests.flow.drawing import recipe, write_samples
 from tests.pixels import undecodable_png
 from tests.runtime.models import CPU, evaluated, randomize, run_folder, whole
 
+ROOT = Path(__file__).parents[2]
 ALONE = World(0, 1, CPU)
 OPTIONS = SamplingOptions(steps=3, guidance=1.0, seed=0)
 
@@ -84,6 +88,20 @@ def test_a_run_answers_and_draws(settings: Recipe, units: dict[str, StageModule]
     again = evaluated(run, limit=2, drawing=DrawingRequest(samples=2, steps=1))
     assert again.drawings is not None
     assert len([*(samples / DRAWN_FOLDER).iterdir()]) == again.drawings.images < drawings.images
+
+
+@pytest.mark.slow
+def test_the_command_says_how_many_images_are_drawn(
+    settings: Recipe, units: dict[str, StageModule], tmp_path: Path
+) -> None:
+    """With captions, then without; a part of the steps counts as that part of the images."""
+    run = run_folder(tmp_path / "run", settings, units)
+    line = [sys.executable, "-m", "mmtrain", "evaluate", str(run), "--limit", "1", "--draw", "4", "--steps", "4"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith("drawn")]
+    assert lines == ["drawn 3 of 6", "drawn 6 of 6"] * 2
 
 
 def test_an_image_depends_on_its_sample_and_the_seed_alone(drawer: Drawer) -> None:

@@ -95,8 +95,11 @@ class _Steps:
         self.lines.append(f"{self.activity.step} train with lr {step.lr}")
         return StepOutcome()
 
-    def write_state(self, status: str, step: int) -> None:
-        self.lines.append(f"{status} after {step}")
+    def write_state(self, status: str, step: int, ended_early: str | None = None) -> None:
+        self.lines.append(f"{status} after {step}{f': {ended_early}' if ended_early else ''}")
+
+    def note(self, text: str) -> None:
+        self.lines.append(text)
 
     def reduce(self, outcome: object, data_wait_s: float, num_broken_samples: int, flags: RankFlags) -> object:
         self.lines.append(f"{self.activity.step} measure")
@@ -106,7 +109,7 @@ class _Steps:
         return None
 
 
-def _loop(lines: list[str], num_steps: int, stop_in: int | None = None) -> Loop:
+def _loop(lines: list[str], num_steps: int, stop_in: int | None = None, end_after: int | None = None) -> Loop:
     parts = cast(Any, _Steps(lines, num_steps, stop_in))
     hooks = (_Journal("a", lines), _Journal("b", lines))
     return Loop(
@@ -117,6 +120,7 @@ def _loop(lines: list[str], num_steps: int, stop_in: int | None = None) -> Loop:
         memory_report=parts,
         records=parts,
         hooks=hooks,
+        early_end=lambda: "it is enough" if end_after is not None and parts.activity.step == end_after else None,
     )
 
 
@@ -134,6 +138,14 @@ def test_a_run_that_is_asked_to_stop_ends_after_that_step_with_its_checkpoint() 
     assert _loop(lines, num_steps=5, stop_in=2).run(0) == Path("checkpoint-2")
     assert lines[-1] == "2 after b"  # and not that it is done
     assert _loop(lines, num_steps=2, stop_in=2).run(0) is None, "it has done all its steps"
+
+
+def test_a_run_that_gains_no_more_ends_before_the_next_step_and_says_why() -> None:
+    lines: list[str] = []
+    assert _loop(lines, num_steps=5, end_after=2).run(0) is None
+    assert lines[-3:] == [
+        "2 after b", "the run ends early, after step 2 of 5: it is enough", "done after 2: it is enough",
+    ]  # fmt: skip
 
 
 class _Saver:
@@ -241,3 +253,19 @@ def test_a_run_ends_on_all_ranks_when_its_folder_was_taken(tmp_path: Path) -> No
         other.claim(force=True)
         with pytest.raises(FolderTaken, match="This run ends without saving"):
             guard.after_step(context(2, lost_folder=True))
+
+
+def test_the_checkpoint_of_the_best_step_is_saved_and_that_of_an_early_end_waited_for(
+    make_hooks: Callable[..., Any],
+) -> None:
+    saver = _Saver()
+    _, save = make_hooks(saver)
+    best = context(1)
+    best.is_best = True
+    save.after_step(best)
+    assert saver.starts == [(2, True)]
+    last = context(2)
+    last.ends_early = True
+    save.after_step(last)
+    assert saver.starts == [(2, True), (3, False)]
+    assert last.checkpoint == Path("step-3")

@@ -1,5 +1,6 @@
 """A stand-in of the Hugging Face hub: the requests by which its library lists and fetches the files of a model."""
 
+import base64
 import hashlib
 import json
 import threading
@@ -22,6 +23,10 @@ class StandInHub:
     url: str = ""
     is_gated: bool = False
     fetched: list[str] = field(default_factory=list)  # names of files, in the order in which they were sent
+    received: dict[str, bytes] = field(default_factory=dict)  # files of commits, by name
+    requests: list[tuple[str, object]] = field(default_factory=list)  # path and JSON of what was posted
+    refuses_posts: int | None = None  # the status in place of an answer
+    refused_path: str = ""  # a part of the paths that it refuses
     before_sending: Callable[[str], None] = lambda _: None  # is called with the name of each file
 
     def constants(self, cache: Path) -> dict[str, object]:
@@ -61,6 +66,33 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self._answer(sends_body=True)
+
+    def do_POST(self) -> None:
+        hub, path = self.hub, urlsplit(self.path).path
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        lines = [json.loads(line) for line in body.splitlines()]
+        hub.requests.append((path, lines[0]))
+        if hub.refuses_posts is not None and hub.refused_path in path:
+            self._refuse(hub.refuses_posts, "")
+        elif path.endswith("/repos/create"):
+            self._send_json({"url": f"{hub.url}/{hub.repo}", "id": hub.repo})
+        elif path.endswith("/preupload/main"):
+            files = [
+                {"path": file["path"], "uploadMode": "regular", "shouldIgnore": False} for file in lines[0]["files"]
+            ]
+            self._send_json({"files": files})
+        elif path == f"/api/models/{hub.repo}/commit/main":
+            for line in lines:
+                if line["key"] == "file":
+                    hub.received[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+            self._send_json(
+                {"commitUrl": f"{hub.url}/{hub.repo}/commit/{COMMIT}", "commitOid": COMMIT, "success": True}
+            )
+        else:
+            self._send_json({"errors": [], "warnings": []})  # of the card's metadata
+
+    def _send_json(self, content: object) -> None:
+        self._send(json.dumps(content).encode(), {"Content-Type": "application/json"}, sends_body=True)
 
     def log_message(self, *_: object) -> None:
         """Print nothing."""

@@ -99,7 +99,7 @@ def test_large_models_are_split_and_transformers_opens_them(tmp_path: Path) -> N
 def test_another_dtype_is_stated_in_the_config(tmp_path: Path, run_mmtrain: RunMmtrain) -> None:
     folder = save(qwen2(), tmp_path / "model")
     out = tmp_path / "out"
-    assert run_mmtrain("export", run_from(folder), "--out", out, "--dtype", "bf16", "--step", 7).returncode == 0
+    assert run_mmtrain("export", run_from(folder), "--out", out, "--dtype", "bf16", "--checkpoint", 7).returncode == 0
     assert {dtype for dtype, _, _ in content(out).values()} == {"torch.bfloat16"}
     config = json.loads((out / "config.json").read_text(encoding="utf-8"))
     assert config == {**json.loads((folder / "config.json").read_text(encoding="utf-8")), "dtype": "bfloat16"}
@@ -107,7 +107,7 @@ def test_another_dtype_is_stated_in_the_config(tmp_path: Path, run_mmtrain: RunM
 
 def test_a_step_without_checkpoint_is_named(tmp_path: Path, run_mmtrain: RunMmtrain) -> None:
     run = run_from(save(qwen2(), tmp_path / "model"))
-    done = run_mmtrain("export", run, "--out", tmp_path / "out", "--step", 8)
+    done = run_mmtrain("export", run, "--out", tmp_path / "out", "--checkpoint", 8)
     assert done.returncode == CheckpointError.exit_code
     assert "no good checkpoint of step 8" in done.stderr
     assert "there are checkpoints of steps 7" in done.stderr

@@ -43,6 +43,20 @@ from mmtrain.recipe.settings.train_settings import LoraSettings
 # The parameter of an embedding with learned vectors for the positions of an image to draw, and that of a resampler.
 QUERIES = "queries"
 AnyUnitSettings: TypeAlias = EncoderSettings | LlmSettings | GeneratorSettings
+# Linears as transformers and Megatron-LM name them -> patterns over ours, which join query, key and value, gate and up.
+LINEAR_PATTERNS = {
+    "q_proj": "llm.*.linear_qkv",
+    "k_proj": "llm.*.linear_qkv",
+    "v_proj": "llm.*.linear_qkv",
+    "linear_qkv": "llm.*.linear_qkv",
+    "o_proj": "llm.*.linear_proj",
+    "linear_proj": "llm.*.linear_proj",
+    "gate_proj": "llm.*.linear_fc1",
+    "up_proj": "llm.*.linear_fc1",
+    "linear_fc1": "llm.*.linear_fc1",
+    "down_proj": "llm.*.linear_fc2",
+    "linear_fc2": "llm.*.linear_fc2",
+}
 
 
 def mark_frozen(units: Iterable[UnitShape], recipe: Recipe) -> tuple[UnitShape, ...]:
@@ -276,8 +290,16 @@ def _match_patterns(key: str, patterns: Iterable[str], names: Mapping[str, str])
             closest = ", ".join(get_close_matches(pattern, names, n=3, cutoff=0.0))
             kind = "linear" if key.endswith("targets") else "parameter"
             raise RecipeError(
-                f"{key}.{i}: {pattern} matches no {kind} of this model; the closest names are {closest}. "
+                f"{key}.{i}: {pattern} matches no {kind} of this model; {_name_here(pattern)}the closest names are "
+                f"{closest}. "
                 "Patterns work as in a shell: * for any text, ? for one character, [0-3] for one of a range"
             )
         matched |= matches
     return matched
+
+
+def _name_here(pattern: str) -> str:
+    """Say which pattern matches what transformers names otherwise; empty for other names."""
+    name = pattern.rpartition(".")[2]
+    here = LINEAR_PATTERNS.get(name)
+    return "" if here is None or here.endswith(name) else f"{name} is part of {here}; "

@@ -31,8 +31,10 @@ from mmtrain.recipe.checks.parallel_checks import (
 from mmtrain.recipe.raw_tree import KeyPath, Problem
 from mmtrain.recipe.settings.data_settings import is_lengths_source, share_schedule
 from mmtrain.recipe.settings.generator_settings import NUM_PIXEL_CHANNELS, GeneratorSettings
+from mmtrain.recipe.settings.metric_names import shown_metric_name
 from mmtrain.recipe.settings.modalities import GENERATOR, dotted_unit, unit_path
 from mmtrain.recipe.settings.schema import Recipe
+from mmtrain.recipe.settings.train_settings import HELD_OUT_LOSSES, HELD_OUT_PREFIX
 
 Check: TypeAlias = Callable[[Recipe], Iterator[Problem]]
 MAX_SUM_ERROR = 1e-3  # of shares: 0.333 three times adds up to 1
@@ -125,9 +127,10 @@ def check_learning_rates(recipe: Recipe) -> Iterator[Problem]:
 
 def check_validation(recipe: Recipe) -> Iterator[Problem]:
     """Validation and evaluation have samples."""
+    has_samples = bool(recipe.data.validation) or recipe.data.validation_fraction is not None
     for name in ("validate_every", "evaluate_every"):
         every = getattr(recipe.train, name)
-        if every and not recipe.data.held_out_sources:
+        if every and not has_samples:
             text = f"{every}, but data.validation is empty; add a source, set data.validation_fraction, or set 0"
             yield Problem(("train", name), text)
     fraction = recipe.data.validation_fraction
@@ -137,6 +140,35 @@ def check_validation(recipe: Recipe) -> Iterator[Problem]:
     elif fraction is not None and all(_lengths_only(recipe)):
         text = f"{fraction:g}, but sources that state lengths have no samples to hold out; remove it"
         yield Problem(("data", "validation_fraction"), text)
+
+
+def check_best(recipe: Recipe) -> Iterator[Problem]:
+    """The metric of the best checkpoint is measured, and it is known which values are better."""
+    best = recipe.train.best
+    if best is None:
+        return
+    measured = _held_out_measures(recipe)
+    if best.metric not in measured:
+        allowed = ", ".join(measured) or "nothing, since train.validate_every and train.evaluate_every are 0"
+        text = (
+            f"found {best.metric!r}, allowed with this recipe: {allowed}; train.validate_every measures losses, "
+            "train.evaluate_every the scores of train.metrics"
+        )
+        yield Problem(("train", "best", "metric"), text)
+    elif best.rises is None:
+        text = f"missing; {best.metric} is a plug-in's, which may be better when it is higher or lower: true or false"
+        yield Problem(("train", "best", "higher_is_better"), text)
+
+
+def _held_out_measures(recipe: Recipe) -> list[str]:
+    """Return the names of what a run measures on held-out samples."""
+    names: list[str] = []
+    if recipe.train.validate_every:
+        with_generator = recipe.model.generator is not None
+        names += HELD_OUT_LOSSES if with_generator else HELD_OUT_LOSSES[:1]
+    if recipe.train.evaluate_every:
+        names += [HELD_OUT_PREFIX + shown_metric_name(name) for name in ("exact", *recipe.train.metrics)]
+    return list(dict.fromkeys(names))
 
 
 def check_sources(recipe: Recipe) -> Iterator[Problem]:
@@ -376,6 +408,7 @@ CHECKS: tuple[Check, ...] = (
     check_run_length,
     check_learning_rates,
     check_validation,
+    check_best,
     check_sources,
     check_shares,
     check_generator,

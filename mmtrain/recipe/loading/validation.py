@@ -161,8 +161,9 @@ def _location(error: PydanticError) -> KeyPath:
     return keys[:-1] if json_schema.is_alternative(keys) else keys
 
 
-# What looks like a setting because an option of the command line counts in it.
+# What looks like a setting because an option of the command line counts in it, or other sections have one.
 _NO_SETTINGS: Mapping[KeyPath, str] = {
+    ("train", "optimizer", "name"): "the optimizer is AdamW; train.optimizer.moments: bf16 makes its state smaller",
     ("cluster", "nodes"): "set cluster.ranks, the ranks of all nodes; `plan --cluster h100-80g:nodes=8` counts them",
 }
 

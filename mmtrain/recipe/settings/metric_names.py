@@ -9,6 +9,7 @@ from pydantic import AfterValidator
 TEXT_METRICS = ("exact", "contains", "anls", "f1", "wer")
 REGEX_PREFIX = "regex="
 METRICS_ALLOWED = f"{', '.join(TEXT_METRICS)}, {REGEX_PREFIX}PATTERN"
+LOWER_IS_BETTER = ("wer",)
 _PLUGIN_NAME = re.compile(r"[\w.-]+(:[\w.]+)?")
 
 
@@ -32,6 +33,13 @@ def check_metric_name(name: str) -> str:
 def shown_metric_name(name: str) -> str:
     """Return the name of a metric in results: a pattern's is `regex`, a function's is without its module."""
     return "regex" if name.startswith(REGEX_PREFIX) else name.rpartition(":")[2]
+
+
+def higher_is_better(shown_name: str) -> bool | None:
+    """Return whether a higher score is better, by the metric's name in results; None for plug-ins, which may be any."""
+    if shown_name not in (*TEXT_METRICS, shown_metric_name(REGEX_PREFIX)):
+        return None
+    return shown_name not in LOWER_IS_BETTER
 
 
 def check_metric_names(names: Sequence[str]) -> Sequence[str]:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from mmtrain.recipe.settings.base import NOTHING, PositiveFloat, PositiveInt, Section, setting
-from mmtrain.recipe.settings.metric_names import MetricNames
+from mmtrain.recipe.settings.metric_names import MetricNames, higher_is_better
 
 DecayRate = Annotated[float, Field(ge=0, lt=1)]
 BatchUnit = Literal["samples", "tokens"]
@@ -144,6 +144,57 @@ class CheckpointSettings(Section):
     )
 
 
+HELD_OUT_PREFIX = "val_"  # of the names of what is measured on held-out samples, in `metrics.jsonl`
+HELD_OUT_LOSSES = ("val_loss", "val_drawing_loss")
+
+
+class BestSettings(Section):
+    """The checkpoint with the best value of a metric, and when a run ends because none is better any more."""
+
+    metric: str = setting(
+        affects=NOTHING,
+        description="What decides, as `metrics.jsonl` names it: `val_loss`, `val_drawing_loss` (of `validate_every`), "
+        "`val_exact`, or `val_` and a name of `train.metrics` (of `evaluate_every`). Another one starts anew.",
+    )
+    higher_is_better: bool | None = setting(
+        None,
+        affects=NOTHING,
+        description="Whether a higher value is better. Default: not for losses and `val_wer`, yes for others of "
+        "mmtrain. A plug-in's metric must say.",
+    )
+    patience: PositiveInt | None = setting(
+        None,
+        affects=NOTHING,
+        description="Measurements in a row that gain at most `min_gain`, after which the run ends early. Default: it "
+        "does not.",
+    )
+    min_gain: float = setting(
+        0.0,
+        ge=0,
+        affects=NOTHING,
+        description="By how much a value must be better than the best so far, for `patience`.",
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        problems = []
+        if self.min_gain and self.patience is None:
+            problems.append(f"min_gain: found {self.min_gain:g} without patience, which alone reads it; set patience")
+        return self._without(problems)
+
+    @property
+    def of_loss(self) -> bool:
+        """Whether `validate_every` measures it; else `evaluate_every` does."""
+        return self.metric in HELD_OUT_LOSSES
+
+    @property
+    def rises(self) -> bool | None:
+        """Whether a higher value is better; None if nothing says so."""
+        if self.higher_is_better is not None:
+            return self.higher_is_better
+        return False if self.of_loss else higher_is_better(self.metric.removeprefix(HELD_OUT_PREFIX))
+
+
 class LoraSettings(Section):
     """Low-rank adapters (LoRA, arXiv 2106.09685): they train in place of the weights, which are frozen.
 
@@ -257,6 +308,13 @@ class TrainSettings(Section):
         description="Steps between evaluations, in which the model answers held-out questions. 0: never.",
     )
     evaluate_questions: PositiveInt = setting(64, affects=NOTHING, description="Most questions of one evaluation.")
+    best: BestSettings | None = setting(
+        None,
+        affects=NOTHING,
+        added_later=True,
+        description="Keep the checkpoint with the best value of a metric, and end early when it gains no more. "
+        "Default: the newest checkpoints are kept, and all steps are trained.",
+    )
     trace_steps: tuple[PositiveInt, ...] = setting(
         (),
         affects=NOTHING,

@@ -4,8 +4,9 @@ The LLM reads each conversation as in training. Its outputs at the queries condi
 noise that depends on seed, sample and place alone. So ranks that each run the whole model share the samples.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,7 @@ from mmtrain.data import (
     SampleTokenizer,
     StepData,
 )
+from mmtrain.data.callbacks import ProgressCallback
 from mmtrain.data.formats.sample import MEDIA_ROLES
 from mmtrain.data.media.images import CellArray
 from mmtrain.data.text.sample_tokenizer import find_marks
@@ -119,8 +121,19 @@ class Drawer:
         self._autoencoder = None if settings.vae is None else load_latent_decoder(settings).to(self._device)
 
     @torch.no_grad()
-    def draw(self, numbers: Sequence[int], options: SamplingOptions, *, blank: bool) -> DrawnBatch:
-        """Draw all images of this rank's share of these samples; with `blank` without what users wrote and showed."""
+    def draw(
+        self,
+        numbers: Sequence[int],
+        options: SamplingOptions,
+        *,
+        blank: bool,
+        show: ProgressCallback = lambda done, total: None,
+    ) -> DrawnBatch:
+        """Draw all images of this rank's share of these samples; with `blank` without what users wrote and showed.
+
+        show: hears after each step how many images all ranks have drawn, and of how many; a part of the steps counts as
+            that part of the images.
+        """
         encoded = {number: self._encode(number, blank) for number in numbers}
         lengths = self._lengths(encoded)
         once = dict.fromkeys(self._stages, 1)
@@ -128,14 +141,18 @@ class Drawer:
         images: dict[ImageId, Uint8Array] = {}
         squared_errors, num_elements = np.zeros(NUM_LOSS_BUCKETS), 0
         bad: dict[int, Quarantined] = {}
-        for samples in self._batches(numbers, lengths):
+        num_done, num_all = 0, self._num_images(numbers)
+        for samples, num_in_round in self._batches(numbers, lengths):
             data = builder.build(assign(0, 0, [samples], lengths, once, once))
             bad |= {entry.index: entry for entry in data.quarantined}
             batch = _Batch.of(data, options.seed, self.settings)
             outputs = self._llm_outputs(data)
             squared_errors += self._squared_errors(batch, outputs)
             num_elements += batch.num_counted_elements
-            images |= zip(batch.ids, self._sample(batch, outputs, options), strict=True)
+            show_share = partial(_show_share, show, num_done, num_in_round, num_all)
+            drawn = self._sample(batch, outputs, options, show_share)
+            images |= zip(batch.ids, drawn, strict=True)
+            num_done += num_in_round
         bad_samples = {(entry.source, entry.index) for entry in bad.values()}
         usable = {
             image_id: image
@@ -154,8 +171,14 @@ class Drawer:
         tokens[list(encoded)] = [len(sample.ids) for sample in encoded.values()]
         return SampleLengths(tokens, np.zeros_like(tokens), self.index.lengths.items)
 
-    def _batches(self, numbers: Sequence[int], lengths: SampleLengths) -> Iterator[IntArray]:
-        """Divide samples into batches of about equal work for all ranks; yield those of this rank."""
+    def _num_images(self, numbers: Iterable[int]) -> int:
+        return sum(len(self.index.samples[number].target_images) for number in numbers)
+
+    def _batches(self, numbers: Sequence[int], lengths: SampleLengths) -> Iterator[tuple[IntArray, int]]:
+        """Divide samples into batches of about equal work for all ranks; yield those of this rank.
+
+        Beside each is the number of images that all ranks draw meanwhile.
+        """
         of_generator = self.index.lengths.items[GENERATOR]
         bounds = of_generator.first
         sizes = [
@@ -164,7 +187,8 @@ class Drawer:
         ]
         for batches in batch_by_length(sizes, self.world.size, _MAX_BATCH_TOKENS):
             # Empty ones, too: ranks that hold shards of the model run it equally often.
-            yield np.array([numbers[i] for i in batches[self.world.rank]], dtype=np.int64)
+            num_images = self._num_images(numbers[i] for batch in batches for i in batch)
+            yield np.array([numbers[i] for i in batches[self.world.rank]], dtype=np.int64), num_images
 
     def _llm_outputs(self, data: StepData) -> Tensor:
         """Return what the LLM says at the queries of all images: (I * context tokens, llm_hidden)."""
@@ -193,16 +217,23 @@ class Drawer:
             sums[bucket] = squares.double().sum().item()
         return sums
 
-    def _sample(self, batch: "_Batch", outputs: Tensor, options: SamplingOptions) -> list[Uint8Array]:
-        """Draw the images of a batch from their noise; return their pixels (rows, columns, 3)."""
+    def _sample(
+        self, batch: "_Batch", outputs: Tensor, options: SamplingOptions, show_share: Callable[[float], None]
+    ) -> list[Uint8Array]:
+        """Draw the images of a batch from their noise; return their pixels (rows, columns, 3).
+
+        show_share: hears which share of the steps is done.
+        """
         noisy = batch.noise.to(self._device)
-        for step in sampling_steps(self.settings, options.steps):
+        steps = sampling_steps(self.settings, options.steps)
+        for number, step in enumerate(steps, 1):
             inputs = batch.input(noisy, step.timestep)
             prediction = self._generator.predict(inputs, outputs)
             if options.guidance != 1.0:
                 without = replace(inputs, kept_contexts=torch.zeros(len(batch.rows), device=self._device))
                 prediction = guide(prediction, self._generator.predict(without, outputs), options.guidance)
             noisy = denoise(self.settings.prediction, prediction, noisy, step)
+            show_share(number / len(steps))
         return [to_bytes(self._pixels(image)) for image in batch.unpack(noisy, self.settings)]
 
     def _pixels(self, image: Tensor) -> Tensor:
@@ -283,6 +314,11 @@ class _DrawingBuilder(BatchBuilder):
         if self._blank and unit != GENERATOR:
             return None
         return super()._load_cells(unit, sample_id, position, rows, cols)
+
+
+def _show_share(show: ProgressCallback, num_before: int, num_in_round: int, num_all: int, share: float) -> None:
+    """Show a part of a round as that part of its images."""
+    show(num_before + int(share * num_in_round), num_all)
 
 
 def sampling_steps(settings: GeneratorSettings, num_steps: int) -> tuple[SamplingStep, ...]:

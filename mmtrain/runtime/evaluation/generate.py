@@ -19,6 +19,7 @@ from mmtrain.balance import IntArray
 from mmtrain.checkpoint import Checkpoint
 from mmtrain.costs import TokenLoad
 from mmtrain.data import PayloadNeed, SampleTokenizer, StepData
+from mmtrain.errors import UserError
 from mmtrain.models.attention.kv_cache import KVCache
 from mmtrain.models.kernels.vocab_loss import LogitRules
 from mmtrain.models.optim import parameter_specs
@@ -49,9 +50,11 @@ from mmtrain.runtime.execution.rank_context import (
 from mmtrain.runtime.execution.unit import MicrobatchState, ShardedUnitRunner, UnitRunner
 from mmtrain.runtime.execution.unit_inputs import unit_inputs
 from mmtrain.runtime.world import World
+from mmtrain.weights import PretrainedWeights
 
 NO_LOSS = {LLM: 0.0}
 NO_PROMPTS: Mapping[int, IntArray] = {}
+TokenListener = Callable[[Mapping[int, Sequence[int]]], None]  # hears of the answers so far, by sample id
 
 
 class GreedyGenerator:
@@ -100,11 +103,16 @@ class GreedyGenerator:
 
     @torch.no_grad()
     def generate(
-        self, data: StepData, max_new_tokens: int, prompts: Mapping[int, IntArray] = NO_PROMPTS
+        self,
+        data: StepData,
+        max_new_tokens: int,
+        prompts: Mapping[int, IntArray] = NO_PROMPTS,
+        listener: TokenListener | None = None,
     ) -> dict[int, list[int]]:
         """Continue the prompts of a batch by the likeliest token, again and again.
 
         prompts: the ids of each sample's prompt, for models whose logits depend on what was written before.
+        listener: hears after each token of the answers that this rank has so far.
 
         An answer ends before a token that ends answers, or after `max_new_tokens` (at least 1). Return the answers of
         the LLM replica that this rank is part of, by sample id; none on a rank that holds no part of the LLM.
@@ -124,10 +132,12 @@ class GreedyGenerator:
         self._prefiller.run(StepInput(inputs, step_loads(self._graph, data.meta), NO_LOSS))
         for num_left in range(max_new_tokens - 1, -1, -1):
             self._append_tokens(drafts)
+            if listener is not None:
+                listener(_answers_of(drafts))
             if not num_left or not self._is_any_open(drafts):
                 break
             self._decoder.run(self._decode_input(drafts))
-        return {sample: answer for draft in drafts.values() for sample, answer in draft.answers.items()}
+        return _answers_of(drafts)
 
     def _is_any_open(self, drafts: "Mapping[Microbatch, _Draft]") -> bool:
         """Return whether an answer goes on; of a sharded LLM on any replica, as all must gather its weights."""
@@ -172,6 +182,10 @@ class GreedyGenerator:
         actions = [action for action in of_rank if not isinstance(action, Step)]
         broker = Broker(program.graph, actions, self._transport, send_window(program), self.activity)
         return Executor(program.graph, actions, self.units, broker, None, self.activity)
+
+
+def _answers_of(drafts: "Mapping[Microbatch, _Draft]") -> dict[int, list[int]]:
+    return {sample: answer for draft in drafts.values() for sample, answer in draft.answers.items()}
 
 
 @dataclass
@@ -263,11 +277,17 @@ class _TokenPickingLlm(UnitRunner):
 
 
 def load_generator(
-    recipe: Recipe, plans: Mapping[str, UnitPlan], world: World, checkpoint: Checkpoint, tokenizer: SampleTokenizer
+    recipe: Recipe,
+    plans: Mapping[str, UnitPlan],
+    world: World,
+    weights: Checkpoint | PretrainedWeights,
+    tokenizer: SampleTokenizer,
 ) -> GreedyGenerator:
     """Build this rank's stages, of the layout in `plans`, from a checkpoint that any plan may have written.
 
-    Raises CheckpointError, naming the parameter, when one is missing or has another shape.
+    weights: the checkpoint, or those of a model's folder.
+
+    Raises CheckpointError or UserError, naming the parameter, when one is missing or has another shape.
     """
     # The recipe's choice of attention and kernels may need the machine that it was trained on.
     train = recipe.train.model_copy(update={"attention": "auto", "kernels": "auto"})
@@ -281,7 +301,10 @@ def load_generator(
     transport = Transport(world.rank, groups, edge_widths(graph, model), {}, world.device, dtype)
     units = build_units(recipe, model, graph, transport)
     for unit in units.values():
-        load_weights(unit, checkpoint)
+        if isinstance(weights, PretrainedWeights):
+            _fill_from_folder(unit, weights)
+        else:
+            load_weights(unit, weights)
     return GreedyGenerator(graph, units, transport, tokenizer, recipe)
 
 
@@ -298,6 +321,20 @@ def load_weights(unit: UnitRunner, checkpoint: Checkpoint) -> None:
             for name, param in stage.named_parameters():
                 piece = NamedShard(specs[name].name, specs[name], tp_rank, tp, None, param)
                 param.copy_(checkpoint.read(piece.name, shard_spec(piece)).reshape(param.shape))
+
+
+def _fill_from_folder(unit: UnitRunner, weights: PretrainedWeights) -> None:
+    """Fill a unit's stages with the weights of a model's folder. Raises UserError for one that it lacks."""
+    tp, tp_rank = unit.groups.tp_size, unit.groups.tp_rank
+    with torch.no_grad():
+        for stage in unit.stages.values():
+            specs = parameter_specs.stage_param_specs(stage, unit.name, tp)
+            for name, param in stage.named_parameters():
+                if not weights.fill(param, specs[name], tp_rank, tp):
+                    raise UserError(
+                        f"{specs[name].name}: the model's folder has no such weights, so that it would answer with "
+                        "random ones; name a folder that holds a whole model"
+                    )
 
 
 def _with_microbatches(graph: StageGraph, count: int) -> StageGraph:

@@ -27,7 +27,7 @@ from mmtrain.errors import DataError, UserError
 from mmtrain.program import LLM
 from mmtrain.recipe import Recipe
 from mmtrain.recipe.settings.modalities import GENERATOR, VISION
-from mmtrain.runtime.evaluation.generate import GreedyGenerator
+from mmtrain.runtime.evaluation.generate import GreedyGenerator, TokenListener
 from mmtrain.runtime.execution.activity import ANSWERING
 from mmtrain.runtime.execution.rank_context import RankContext
 from mmtrain.runtime.world import World
@@ -200,9 +200,14 @@ class QuestionAnswerer:
         return right
 
     def generate(
-        self, questions: Sequence[HeldOutQuestion], *, blank: bool, listener: RoundListener = ignore_round
+        self,
+        questions: Sequence[HeldOutQuestion],
+        *,
+        blank: bool,
+        listener: RoundListener = ignore_round,
+        token_listener: TokenListener | None = None,
     ) -> tuple[dict[HeldOutQuestion, list[int]], list[Quarantined]]:
-        """Return the model's answers as token ids; otherwise as `answer`."""
+        """Return the model's answers as token ids; otherwise as `answer`. `token_listener`: see `GreedyGenerator`."""
         lengths = prompt_lengths(self._index, self._tokenizer, questions)
         prompts = {}
         if self._tokenizer.greedy.changes_logits:
@@ -222,7 +227,7 @@ class QuestionAnswerer:
             samples = [np.array([numbers[i] for i in batch], dtype=np.int64) for batch in batches]
             data = builder.build(assign(0, 0, samples, lengths, dp, num_microbatches))
             longest = max(limits[int(number)] for batch in samples for number in batch)
-            answers_of_rank = self._generator.generate(data, longest, prompts)
+            answers_of_rank = self._generator.generate(data, longest, prompts, token_listener)
             tokens, bad_of_round = self._gather(answers_of_rank, data.quarantined)
             bad |= bad_of_round
             answers_of_round = {

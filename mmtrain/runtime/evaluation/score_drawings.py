@@ -1,11 +1,13 @@
 """The part of `mmtrain evaluate` that lets a model with a generator draw."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
 from mmtrain.data import Quarantined
+from mmtrain.data.callbacks import ProgressCallback
 from mmtrain.data.media.target_images import TargetImageReader
 from mmtrain.errors import UserError
 from mmtrain.models.stage.stage_module import StageModule
@@ -22,6 +24,7 @@ from mmtrain.runtime.evaluation.drawn_files import GRID_FILE, DrawnImage, requir
 from mmtrain.runtime.evaluation.qa_eval import evenly_spaced
 from mmtrain.runtime.execution.unit import UnitRunner
 
+CountingBar = Callable[[str], AbstractContextManager[ProgressCallback]]  # of a label
 DEFAULT_IMAGES, DEFAULT_STEPS, DEFAULT_GUIDANCE = 64, 50, 3.0
 SAMPLES_FOLDER = "samples"  # in the folder of a run
 
@@ -74,12 +77,13 @@ def single_stages(units: Mapping[str, UnitRunner]) -> dict[str, StageModule]:
 
 
 def draw_held_out(
-    drawer: Drawer, request: DrawingRequest, folder: Path, *, blank: bool
+    drawer: Drawer, request: DrawingRequest, folder: Path, counting: CountingBar, *, blank: bool
 ) -> tuple[DrawingResult | None, list[Quarantined]]:
     """Draw held-out samples into a folder, on all ranks together; None if no sample has an image to draw.
 
-    With `blank`, captions are blanked, else both are drawn. Samples whose images cannot be decoded are left out, and
-    returned with the reason. The first rank writes. Raises UserError for a folder that cannot be written.
+    With `blank`, captions are blanked, else both are drawn; `counting` opens a bar for each. Samples whose images
+    cannot be decoded are left out, and returned with the reason. The first rank writes. Raises UserError for a folder
+    that cannot be written.
     """
     world = drawer.world
     options = choose_options(request, drawer.settings)
@@ -91,14 +95,20 @@ def draw_held_out(
     if not numbers:
         return None, []
     world.on_first(lambda: require_own_folder(folder))
-    drawn = _draw_together(drawer, numbers, options, blank=blank)
-    blanked = None if blank else _draw_together(drawer, numbers, options, blank=True)
+    with counting("drawing") as show:
+        drawn = _draw_together(drawer, numbers, options, show, blank=blank)
+    blanked = None
+    if not blank:
+        with counting("drawing blanked captions") as show:
+            blanked = _draw_together(drawer, numbers, options, show, blank=True)
     return world.on_first(lambda: _write_drawn(drawer, drawn, blanked, options, folder))
 
 
-def _draw_together(drawer: Drawer, numbers: Sequence[int], options: SamplingOptions, *, blank: bool) -> DrawnBatch:
+def _draw_together(
+    drawer: Drawer, numbers: Sequence[int], options: SamplingOptions, show: ProgressCallback, *, blank: bool
+) -> DrawnBatch:
     """Draw all images of these samples, shared by all ranks; return them on the first rank, and none on others."""
-    parts = drawer.world.gather_to_first(drawer.draw(numbers, options, blank=blank))
+    parts = drawer.world.gather_to_first(drawer.draw(numbers, options, blank=blank, show=show))
     return DrawnBatch.joined(cast(list[DrawnBatch], parts))
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from mmtrain.balance import SampleLengths
-from mmtrain.checkpoint import find, open_newest_good
+from mmtrain.checkpoint import NEWEST, ChosenCheckpoint, find, open_chosen
 from mmtrain.costs.hardware import ELEMENT_BYTES, GIB
 from mmtrain.costs.layer_arithmetic import num_parameters
 from mmtrain.data import DataIndex, Quarantined, Sample, SampleTokenizer, build_index, load_recipe_tokenizer
@@ -97,16 +97,19 @@ class EvaluateRequest:
     out: Path | None = None  # for a line of JSON an answer
     metrics: tuple[str, ...] | None = None  # names; None: those of the recipe
     progress: ProgressBar | None = None  # opened on the first rank
+    checkpoint: ChosenCheckpoint = NEWEST
 
-    def counting(self, world: World, label: str) -> AbstractContextManager[ProgressCallback]:
-        """Open a bar that counts answers, on the first rank only."""
+    def counting(
+        self, world: World, label: str, done_word: str = "answered"
+    ) -> AbstractContextManager[ProgressCallback]:
+        """Open a bar that counts answers, or what `done_word` says of them, on the first rank only."""
         if self.progress is None or not world.is_first:
             return nullcontext(_show_no_progress)
-        return self.progress(label, "answered")
+        return self.progress(label, done_word)
 
 
 def run(request: EvaluateRequest) -> None:
-    """Score the newest good checkpoint of a run on its recipe's held-out samples, at most `limit` of them.
+    """Score a checkpoint of a run on its recipe's held-out samples, at most `limit` of them.
 
     A model with a generator also draws. Each rank then runs the whole model, and takes its share of the images.
 
@@ -116,8 +119,8 @@ def run(request: EvaluateRequest) -> None:
     With `out`, the answers are written to that file after each round of batches.
 
     Raises UserError if `run_dir` is no run, if its recipe has no held-out data or if it cannot draw as asked. Raises
-    CheckpointError if no checkpoint is good, TooManyBadSamples above `data.max_bad_rate`, and PlanError if the ranks
-    cannot hold the model.
+    CheckpointError if there is no good one as asked for, TooManyBadSamples above `data.max_bad_rate`, and PlanError if
+    the ranks cannot hold the model.
     """
     recipe = _load_recipe(request.run_dir)
     _find_metrics(request, recipe)  # refuses what is none, before ranks start
@@ -151,7 +154,8 @@ def _evaluate_rank(request: EvaluateRequest, recipe: Recipe, address: Address) -
 
 def _evaluate(request: EvaluateRequest, recipe: Recipe, world: World) -> None:
     """Load the model, let it answer with and without media, and show the scores on the first rank."""
-    checkpoint = open_newest_good(request.run_dir / CHECKPOINTS_FOLDER, _print_note, checkpoint_ranks(world))
+    root, ranks = request.run_dir / CHECKPOINTS_FOLDER, checkpoint_ranks(world)
+    checkpoint = open_chosen(root, request.checkpoint, _print_note, ranks)
     index = build_index(recipe, "validation", _print_note)
     tokenizer = load_recipe_tokenizer(recipe)
     require_consensus(world, {"held-out data": {"samples": len(index.samples), "fingerprint": index.fingerprint}})
@@ -180,7 +184,8 @@ def _evaluate(request: EvaluateRequest, recipe: Recipe, world: World) -> None:
     if recipe.model.generator is not None:
         drawer = Drawer(single_stages(generator.all_units), recipe, index, tokenizer, world)
         folder = request.drawing.folder or request.run_dir / SAMPLES_FOLDER
-        drawings, undrawn = draw_held_out(drawer, request.drawing, folder, blank=request.blank_images)
+        counting = partial(request.counting, world, done_word="drawn")
+        drawings, undrawn = draw_held_out(drawer, request.drawing, folder, counting, blank=request.blank_images)
         bad += [entry for entry in undrawn if entry not in bad]
     world.on_first(lambda: _report_unusable((*index.quarantined, *bad), index, recipe))
     blanked = answers

@@ -25,6 +25,7 @@ class Loop:
     memory_report: OutOfMemoryReport
     records: RunRecords
     hooks: tuple[StepHook, ...]  # called in this order, before and after each step
+    early_end: Callable[[], str | None]  # why no further step is worth it, equal on all ranks; None: the next one is
 
     def run(self, first_step: int) -> Path | None:
         """Train from `first_step` (from 0) to the last, or until a signal; return the checkpoint of a stopped run.
@@ -34,6 +35,11 @@ class Loop:
         """
         num_steps = self.rank_context.recipe.train.num_steps
         for step in range(first_step, num_steps):
+            reason = self.early_end()
+            if reason is not None:
+                self.records.note(f"the run ends early, after step {step} of {num_steps}: {reason}")
+                self.records.write_state("done", step, reason)
+                return None
             ctx = StepContext(step, num_steps)
             self._run_step(ctx)
             if ctx.reduction.stop_requested and not ctx.is_last:

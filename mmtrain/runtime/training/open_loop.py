@@ -25,6 +25,7 @@ from mmtrain.runtime.execution.step_prefetcher import StepPrefetcher
 from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, QUARANTINE_FILE, TRACE_FILE
 from mmtrain.runtime.training.choose_plan import limited_to_device, plan_that_fits
 from mmtrain.runtime.training.go_back import SKIPPED_STATE
+from mmtrain.runtime.training.hooks.best_checkpoint import BestCheckpoint
 from mmtrain.runtime.training.hooks.checkpoints import Checkpointing, CheckpointWriter, FinishBackgroundSave
 from mmtrain.runtime.training.hooks.elastic import ResumeTime, StandbyPlanning
 from mmtrain.runtime.training.hooks.guards import CourseWatch, FolderGuard, NonFiniteGuard, QuarantineRecorder
@@ -91,6 +92,7 @@ def open_loop(run: RankRun) -> Iterator[Loop]:
             memory_report=run.memory_report,
             records=records,
             hooks=hooks,
+            early_end=lambda: None if run.position.best is None else run.position.best.early_end(),
         )
         rank_context.activity.start(ENDING)
 
@@ -129,6 +131,8 @@ def build_hooks(
         metrics = find_metrics(train.metrics)
         evaluate = build_held_out_evaluation(rank_context)
         hooks.append(HeldOutEvaluation(evaluate, train.evaluate_every, metrics, answer_log, records))
+    if run.position.best is not None:
+        hooks.append(BestCheckpoint(run.position.best, train, world, records))
     hooks += _plugin_hooks(run)
     hooks += [
         *_elastic_hooks(run, records),
@@ -211,6 +215,7 @@ def _make_replanning(run: RankRun, records: RunRecords) -> Replanning:
 
 def _make_saver(run: RankRun, course: CourseWatch) -> BackgroundSaver:
     """Return what saves this run's checkpoints, with everything beside the weights that a resumed run depends on."""
+    best = run.position.best
     state = {
         "facts": resume_facts(run.rank_context.recipe, run.session.index),
         SKIPPED_STATE: list(run.position.skipped_positions),
@@ -218,7 +223,7 @@ def _make_saver(run: RankRun, course: CourseWatch) -> BackgroundSaver:
     return BackgroundSaver(
         run.session.request.run_dir / CHECKPOINTS_FOLDER,
         SavedRank.of(run.rank_context),
-        lambda: {**state, **course.state()},
+        lambda: {**state, **course.state(), **({} if best is None else best.state())},
         SavingRun(run.session.claim.run_id, run.session.claim.require),
     )
 

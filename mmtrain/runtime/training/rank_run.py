@@ -15,6 +15,7 @@ from mmtrain.runtime.execution.attention_choice import describe_attention
 from mmtrain.runtime.execution.rank_context import RankContext, build_rank_context
 from mmtrain.runtime.resilience.out_of_memory import OutOfMemoryReport, predicted_peak_gib, smallest_device_memory
 from mmtrain.runtime.training.choose_plan import ChosenPlan
+from mmtrain.runtime.training.hooks.best_checkpoint import BestTracker
 from mmtrain.runtime.training.hooks.replanning import share_recorded_costs
 from mmtrain.runtime.training.rank_session import RankSession
 from mmtrain.runtime.training.start_run import RunPosition, introduce_run, restore_run, share_step_targets
@@ -71,7 +72,7 @@ def build_run(session: RankSession, chosen: ChosenPlan) -> RankRun:
         require_fitting_weights(start_weights, recipe, patient_world)
     if start_weights is not None:
         introduce_start_weights(console, recipe, start_weights)
-    position = RunPosition()
+    position = RunPosition(best=BestTracker.of(recipe))
     if request.resume:
         activity.start(RESTORING)
         position = restore_run(request, patient_world, rank_context, chosen.plan, session.index, console)

@@ -25,7 +25,7 @@ class RunRecords:
         except OSError as error:
             self.note(f"{what} could not be written: {error}")
 
-    def write_state(self, status: RunStatus, step: int) -> None:
+    def write_state(self, status: RunStatus, step: int, ended_early: str | None = None) -> None:
         """Write the run's state: `step` is the last one that a resumed run would not repeat."""
         if self.is_first:
-            self.try_write(RUN_STATE_FILE, lambda: write_run_state(self.run_dir, status, step))
+            self.try_write(RUN_STATE_FILE, lambda: write_run_state(self.run_dir, status, step, ended_early=ended_early))

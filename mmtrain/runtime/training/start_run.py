@@ -47,6 +47,7 @@ from mmtrain.runtime.run_folder import (
 from mmtrain.runtime.run_owner import FolderClaim
 from mmtrain.runtime.training.choose_plan import ChosenPlan, keeps_files
 from mmtrain.runtime.training.go_back import go_back, read_skipped_positions
+from mmtrain.runtime.training.hooks.best_checkpoint import BEST_STATE, BestTracker
 from mmtrain.runtime.training.hooks.guards import COURSE_STATE
 from mmtrain.runtime.training.train_request import TrainRequest
 from mmtrain.runtime.world import World
@@ -103,6 +104,7 @@ class RunPosition:
     first_step: int = 0  # to train, from 0
     skipped_positions: tuple[int, ...] = ()  # of the data, which are left out
     course: CourseMonitor = field(default_factory=CourseMonitor)
+    best: BestTracker | None = None  # with `train.best`
 
 
 def restore_run(
@@ -115,7 +117,7 @@ def restore_run(
     """
     if not world.on_first(lambda: bool(find(request.run_dir / CHECKPOINTS_FOLDER))):
         console.print(f"{request.run_dir} holds no checkpoint yet: starting from the first step")
-        return RunPosition()
+        return RunPosition(best=BestTracker.of(rank_context.recipe))
 
     def require_same_facts(checkpoint: Checkpoint) -> None:
         changed = describe_changed_facts(
@@ -140,7 +142,8 @@ def restore_run(
         console.print(converted, style="yellow", highlight=False, soft_wrap=True)
     skipped: list[int] = world.on_first(lambda: list(read_skipped_positions(request.run_dir, checkpoint.state)))
     course = CourseMonitor(checkpoint.state.get(COURSE_STATE))
-    return RunPosition(int(checkpoint.state["next_step"]), tuple(skipped), course)
+    best = BestTracker.of(rank_context.recipe, checkpoint.state.get(BEST_STATE))
+    return RunPosition(int(checkpoint.state["next_step"]), tuple(skipped), course, best)
 
 
 def describe_converted_moments(checkpoint: Checkpoint, moments: Precision) -> str | None:

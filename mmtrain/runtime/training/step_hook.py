@@ -20,6 +20,8 @@ class StepContext:
     outcome: StepOutcome = field(init=False)  # what this rank computed
     reduction: StepMetricsReduction = field(init=False)  # what all ranks computed
     metrics: StepMetrics = field(init=False)  # as logged; hooks add what they measure
+    is_best: bool = False  # a measurement after this step is the best so far; its checkpoint is saved
+    ends_early: bool = False  # no step follows, although more were planned
     checkpoint: Path | None = None  # saved in this step, and complete
 
     @property
@@ -29,8 +31,8 @@ class StepContext:
 
     @property
     def is_last(self) -> bool:
-        """Whether the run ends with this step, as planned."""
-        return self.step_number == self.num_steps
+        """Whether the run ends with this step, as planned or early."""
+        return self.ends_early or self.step_number == self.num_steps
 
     def is_due(self, every: int) -> bool:
         """Return whether work that happens every `every` steps, and after the last one, happens in this step.

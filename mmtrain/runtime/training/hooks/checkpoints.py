@@ -70,7 +70,7 @@ class FinishBackgroundSave(StepHook):
 
 
 class Checkpointing(StepHook):
-    """Saves a checkpoint every `every` steps, after the last one, and when a signal asked the run to stop."""
+    """Saves a checkpoint every `every` steps, after the best and the last one, and when a signal asked to stop."""
 
     def __init__(self, writer: CheckpointWriter, records: RunRecords, every: int) -> None:
         self._writer, self._records, self._every = writer, records, every
@@ -78,7 +78,7 @@ class Checkpointing(StepHook):
     def after_step(self, ctx: StepContext) -> None:
         """See `StepHook`."""
         stops = ctx.reduction.stop_requested
-        if not stops and not ctx.is_due(self._every):
+        if not stops and not ctx.is_best and not ctx.is_due(self._every):
             return
         ctx.checkpoint = self._writer.save(ctx.step_number, must=stops or ctx.is_last)
         if stops and not ctx.is_last:
