@@ -44,12 +44,12 @@ class SpanRecompute:
         excess = excess[some] + self.recompute_working[lo, hi]
         # Few of these fit with recomputation; only for them the seconds are worked out.
         fits = excess <= self.saved_until[chunk, hi] - self.saved_until[chunk, lo]
-        chunk, lo, hi, excess = (of_each[fits] for of_each in (chunk, lo, hi, excess))
+        chunk, lo, hi = (of_each[fits] for of_each in (chunk, lo, hi))
         seconds[tuple(of_axis[fits] for of_axis in some)] = span_recompute(
             self.saved_of_kind.T.take(chunk, axis=1),
             self.seconds_of_kind,
             self.num_of_kind_until.T.take(hi, axis=1) - self.num_of_kind_until.T.take(lo, axis=1),
-            excess,
+            excess[fits],
         )
         return seconds
 
