@@ -252,7 +252,7 @@ def _seconds(row: Mapping[str, Any], model: Mapping[str, Any]) -> float:
     if "tokens_per_s" in measured:
         return float(samples * tokens / ranks / measured["tokens_per_s"])
     if "model_tflops" in measured:
-        return samples * model_flops(model["llm"], tokens) / (ranks * measured["model_tflops"] * 1e12)
+        return float(samples * model_flops(model["llm"], tokens) / (ranks * measured["model_tflops"] * 1e12))
     llm, passes = model["llm"], 4 if measured["recomputed"] else 3
     layers, hidden = llm["layers"], llm["hidden"]
     of_blocks = 24 * passes * samples * tokens * layers * hidden**2 * (1 + tokens / (6 * hidden))

@@ -75,7 +75,7 @@ def test_kernels_and_what_they_move_are_those_that_torch_runs(
     with CountedKernels() as forward:
         out = mix_samples(x, weights, of_key_head, SequenceLayout(lengths).sample_chunks(x.device))
     with CountedKernels() as backward:
-        out.backward(torch.empty_like(out))
+        out.backward(torch.empty_like(out))  # type: ignore[no-untyped-call]
     load = _load(*lengths)
     assert arithmetic.moved_numbers(load, 1, "forward") == pytest.approx(forward.moved, rel=0.07)
     assert arithmetic.moved_numbers(load, 1, "backward") == pytest.approx(backward.moved, rel=0.07)
