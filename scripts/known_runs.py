@@ -70,7 +70,12 @@ EXECUTIONS: dict[str, Execution] = {
     "transformer engine": MEGATRON_CORE,
     "megatron, all-to-all": replace(MEGATRON_MOE, sends_rows="copies", recomputes_elementwise=True),
     "megatron, DeepEP": replace(MEGATRON_MOE, sends_rows="nodes", recomputes_elementwise=True),
+    "megatron, all-to-all, all kept": replace(MEGATRON_MOE, sends_rows="copies"),
     "megatron, DeepEP, all kept": replace(MEGATRON_MOE, sends_rows="nodes"),
+    # `--recompute-modules layernorm moe`
+    "megatron, DeepEP, mixture again": replace(
+        MEGATRON_MOE, sends_rows="nodes", recomputes_elementwise=True, recomputes_mixture=True
+    ),
     # `enable_deepep: true`; its dispatcher is Megatron-core's, its experts are one grouped GEMM.
     "automodel, DeepEP": replace(FUSED_MIXTURE, sends_rows="nodes"),
     # User buffers hide tensor-parallel messages: `tp_comm_overlap` of NeMo, `--tp-comm-overlap` of Megatron-LM.
@@ -224,7 +229,8 @@ def _read(row: Mapping[str, Any], models: Mapping[str, Any]) -> KnownRun:
 def _seconds(row: Mapping[str, Any], model: Mapping[str, Any]) -> float:
     """Return the seconds of a step from what was published: seconds, tokens a second and GPU, or TFLOP/s of a GPU.
 
-    FLOPs are counted as Narayanan et al. do (arXiv 2104.04473, appendix), with a forward more if all is recomputed.
+    FLOPs of `tflops` are counted as Narayanan et al. do (arXiv 2104.04473, appendix), with a forward more if all is
+    recomputed; those of `model_tflops` as `model_flops` does.
     """
     measured, batch, ranks = row["measured"], row["batch"], row["run"]["ranks"]
     samples, tokens = batch["samples"] * batch["microbatches"], batch["sequence"]
@@ -232,8 +238,23 @@ def _seconds(row: Mapping[str, Any], model: Mapping[str, Any]) -> float:
         return float(measured["seconds"])
     if "tokens_per_s" in measured:
         return float(samples * tokens / ranks / measured["tokens_per_s"])
+    if "model_tflops" in measured:
+        return float(samples * model_flops(model["llm"], tokens) / (ranks * measured["model_tflops"] * 1e12))
     llm, passes = model["llm"], 4 if measured["recomputed"] else 3
     layers, hidden = llm["layers"], llm["hidden"]
     of_blocks = 24 * passes * samples * tokens * layers * hidden**2 * (1 + tokens / (6 * hidden))
     of_head = 6 * samples * tokens * hidden * llm["vocab"]
     return float((of_blocks + of_head) / (ranks * measured["tflops"] * 1e12))
+
+
+def model_flops(llm: Mapping[str, Any], tokens: int) -> float:
+    """Return the FLOPs of a forward and backward of one sample, as Megatron-core counts them for a mixture.
+
+    Half of the scores of attention count, experts as far as a token has them, and routers do not
+    (`num_floating_point_operations` in megatron/training/training.py, since NVIDIA/Megatron-LM@8873b55d).
+    """
+    hidden, heads, moe = llm["hidden"], llm["heads"], llm["moe"]
+    head_dim = llm.get("head_dim", hidden // heads)
+    width, kv_width = heads * head_dim, llm["kv_heads"] * head_dim
+    of_block = 2 * hidden * (width + kv_width) + width * tokens + 3 * hidden * moe["ffn"] * moe["top_k"]
+    return float(6 * tokens * (llm["layers"] * of_block + hidden * llm["vocab"]))

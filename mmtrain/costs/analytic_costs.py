@@ -421,9 +421,14 @@ class AnalyticCosts:
     ) -> tuple[tuple[Gemm, int], ...]:
         """Return each of `_gemms` with how often backward computes one of its size."""
         passes = analytic.backward_passes(layer, load, tp, weight_grad=weight_grad, input_grad=input_grad)
-        if not self._folds_experts(layer):
+        if not isinstance(layer.mlp, MoeMlp):
             return passes
-        return tuple((gemm, times) for gemm, (_, times) in zip(self._gemms(layer, load, tp), passes, strict=False))
+        num_of_mixer = len(mixer_arithmetic(layer).gemms(load.tokens, tp))
+        again = self.execution.mixture_passes("backward") - 1
+        return tuple(
+            (gemm, times + again * (i >= num_of_mixer))
+            for i, (gemm, (_, times)) in enumerate(zip(self._gemms(layer, load, tp), passes, strict=False))
+        )
 
     def _exchange_of_experts(self, work: LayerWork) -> float:
         ranks_per_node, element_bytes = self.hardware.ranks_per_node, self.element_bytes
@@ -484,7 +489,8 @@ class AnalyticCosts:
         if direction == "backward":
             nbytes *= 2 + execution.recomputes_elementwise
             nbytes += self.gradient_bytes * analytic.num_trained_parameters(layer, tp)
-        nbytes += copied_elements(layer, load.tokens, tp, execution) * self.element_bytes
+        copied = copied_elements(layer, load.tokens, tp, execution) * execution.mixture_passes(direction)
+        nbytes += copied * self.element_bytes
         return nbytes / self.hardware.moved_bytes_per_s + self.activation_again(layer, tp, load, direction)
 
     def activation_again(self, layer: LayerShape, tp: int, load: TokenLoad, kind: ComputeKind) -> float:
@@ -533,7 +539,8 @@ class AnalyticCosts:
             num_kernels += _ROTATION_KERNELS * int(attention.rotary) + _GATE_KERNELS * int(layer.dense_mlp.gated)
             num_kernels += _JOINT_NORM_KERNELS * int(attention.joint_qk_norm) + _SCALE_KERNELS * int(layer.layer_scale)
         if isinstance(layer.mlp, MoeMlp):
-            num_kernels += self._mixture_kernels(ExpertGroup.of(layer.mlp, 0, tp, self.execution).mlp, direction)
+            mlp = ExpertGroup.of(layer.mlp, 0, tp, self.execution).mlp
+            num_kernels += self._mixture_kernels(mlp, direction) * self.execution.mixture_passes(direction)
         return num_kernels * self.hardware.kernel_launch_s
 
     def _mixture_kernels(self, mlp: MoeMlp, direction: PassDirection) -> int:

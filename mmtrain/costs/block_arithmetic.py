@@ -105,7 +105,8 @@ class AttentionArithmetic:
         fixed_bytes = FP32_BYTES * (self.num_passes * attention.heads // tp)  # of each head's softmax
         fixed_bytes += FP32_BYTES * (num_heads // tp) * int(attention.qk_norm)
         fixed_bytes += 4 * (inner + kv_width // 2) // tp if attention.joint_qk_norm else 0
-        fixed_bytes += fp32_norm_bytes(self.layer, element_bytes, head_norm_inputs // tp)
+        # Their inputs lie beside values, or gates, in one tensor.
+        fixed_bytes += fp32_norm_bytes(self.layer, element_bytes, head_norm_inputs // tp, keeps_input=True)
         fixed_bytes += 2 * INDEX_BYTES * int(sorts_sequences)  # the order of the tokens, and back
         # Only torch's plainest kernel takes both a mask and grouped queries. It keeps the softmax of those rows.
         softmax = attention.heads * attention.window // tp if attention.image_spans else 0
@@ -369,14 +370,14 @@ def joins_attention_output(load: TokenLoad, sorts_sequences: bool) -> bool:
     return load.exchanged > 0 or (sorts_sequences and lengths_differ)
 
 
-def fp32_norm_bytes(layer: LayerShape, element_bytes: int, normalized: int) -> int:
+def fp32_norm_bytes(layer: LayerShape, element_bytes: int, normalized: int, *, keeps_input: bool = False) -> int:
     """Return how many bytes more than others zero-centered norms over so many numbers keep: they compute in fp32.
 
-    They keep a copy of their input in fp32.
+    They keep a copy of their input in fp32, in place of the input unless something else keeps that.
     """
     if not layer.zero_centered_norms or element_bytes >= FP32_BYTES:
         return 0
-    return normalized * FP32_BYTES
+    return normalized * (FP32_BYTES - element_bytes * (not keeps_input))
 
 
 def _causal_pairs(length: float, window: int) -> float:

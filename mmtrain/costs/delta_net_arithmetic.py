@@ -3,12 +3,39 @@
 Its rule runs in chunks of tokens, and in fp32. A gradient needs its forward once more: see `attention.delta_rule`.
 """
 
+from typing import NamedTuple
+
 from mmtrain.costs.cost_model import PassDirection, TokenLoad
 from mmtrain.costs.hardware import Hardware
 from mmtrain.costs.part_records import FP32_BYTES, Gemm, PartParameters, SavedWidths
 from mmtrain.models.shapes.layer_shape import DELTA_CHUNK_TOKENS, DELTA_HEAD_TOKENS, GatedDeltaNet, LayerShape
 
-_KERNELS, _KERNELS_OF_STEP = 80, 8  # of a forward of some heads: all of its chunks together, and each step's
+
+class _Moves(NamedTuple):
+    """How often numbers of a value head's token are read or written by kernels that are no product."""
+
+    convolved: int  # the head's share of what the convolution reads
+    value: int
+    key: int
+    chunk: int  # a row of a matrix of the chunk
+    state: int  # the token's share of a state
+
+
+class _Kernels(NamedTuple):
+    """Kernels that compute some heads at once."""
+
+    of_group: int  # for all chunks together
+    of_step: int  # and for each step from chunk to chunk
+
+
+# Counted by torch's dispatch, to which tests/costs/test_delta_net_costs.py holds them, with the four taps that all
+# models have. Each tap multiplies, selects, shifts and adds, so most is read and written in the convolution.
+_MOVES: dict[PassDirection, _Moves] = {
+    "forward": _Moves(convolved=50, value=19, key=3, chunk=11, state=5),
+    "backward": _Moves(convolved=147, value=63, key=34, chunk=51, state=15),
+}
+_KERNELS: dict[PassDirection, _Kernels] = {"forward": _Kernels(86, 8), "backward": _Kernels(241, 24)}
+_PRODUCTS: dict[PassDirection, int] = {"forward": 1, "backward": 3}
 
 
 class DeltaNetArithmetic:
@@ -73,23 +100,37 @@ class DeltaNetArithmetic:
         return 0
 
     def rule_seconds(self, hardware: Hardware, load: TokenLoad, tp: int, direction: PassDirection) -> float:
-        """Return the seconds between the two linears. A backward takes three forwards: that again, and gradients.
-
-        A sample fills its last chunk by half.
-        """
+        """Return the seconds between the two linears. Backward computes its forward again, and gradients."""
         mixer, chunk = self.mixer, DELTA_CHUNK_TOKENS
-        tokens = load.tokens + load.num_sequences * chunk // 2
-        padded = TokenLoad(tokens, 0, load.max_len, load.num_sequences)
-        peak = hardware.clock * hardware.peak_flops("fp32") / hardware.slowest_rank_ratio
+        num_chunks = self._num_chunks(load)
         heads = mixer.value_heads // tp
-        share = hardware.efficiency_at(chunk * -(-tokens // chunk) * heads, mixer.value_head_dim, chunk)
-        products_s = self.flops(padded, tp) / (peak * share)
-        moved_bytes = FP32_BYTES * tokens * heads * _MOVES * self._width_between_linears
-        num_groups = -(-load.tokens * heads // DELTA_HEAD_TOKENS)
-        num_steps = -(-load.max_len // chunk)
-        launches_s = num_groups * (_KERNELS + _KERNELS_OF_STEP * num_steps) * hardware.kernel_launch_s
-        forward_s = products_s + moved_bytes / hardware.moved_bytes_per_s + launches_s
-        return forward_s * (3 if direction == "backward" else 1)
+        padded = TokenLoad(num_chunks * chunk, 0, load.max_len, load.num_sequences)
+        peak = hardware.clock * hardware.peak_flops("fp32") / hardware.slowest_rank_ratio
+        share = hardware.efficiency_at(num_chunks * chunk * heads, mixer.value_head_dim, chunk)
+        products_s = _PRODUCTS[direction] * self.flops(padded, tp) / (peak * share)
+        moved_s = FP32_BYTES * self.moved_numbers(load, tp, direction) / hardware.moved_bytes_per_s
+        return products_s + moved_s + self.num_kernels(load, tp, direction) * hardware.kernel_launch_s
+
+    def moved_numbers(self, load: TokenLoad, tp: int, direction: PassDirection) -> float:
+        """Return how many numbers element-wise kernels read and write, as `_Moves` counts them."""
+        mixer, moves = self.mixer, _MOVES[direction]
+        key, value, chunk = mixer.key_head_dim, mixer.value_head_dim, DELTA_CHUNK_TOKENS
+        of_token = moves.convolved * mixer.convolved_width / mixer.value_heads + moves.value * value
+        of_place = moves.key * key + moves.chunk * chunk + moves.state * key * value / chunk
+        return mixer.value_heads // tp * (load.tokens * of_token + self._num_chunks(load) * chunk * of_place)
+
+    def num_kernels(self, load: TokenLoad, tp: int, direction: PassDirection) -> int:
+        """Return how many kernels run: some for all chunks together, and some for each step from chunk to chunk."""
+        num_groups = -(-load.tokens * (self.mixer.value_heads // tp) // DELTA_HEAD_TOKENS)
+        num_steps = -(-load.max_len // DELTA_CHUNK_TOKENS)
+        kernels = _KERNELS[direction]
+        return num_groups * (kernels.of_group + kernels.of_step * num_steps)
+
+    def _num_chunks(self, load: TokenLoad) -> int:
+        """Return the chunks of all samples. The last one of a sample is filled by half in the mean."""
+        if load.max_len <= DELTA_CHUNK_TOKENS:
+            return load.num_sequences
+        return -(-(load.tokens + load.num_sequences * DELTA_CHUNK_TOKENS // 2) // DELTA_CHUNK_TOKENS)
 
     @property
     def _width_between_linears(self) -> float:
@@ -104,6 +145,5 @@ class DeltaNetArithmetic:
         return 4 * convolved + 4 * chunk + 2 * (key + value) + 2 * key + 4 * value + 2 * key * value / chunk
 
 
-# Of the numbers between the linears, how many are alive at once in a backward, gradients among them, and how often each
-# is read or written in a forward.
-_WORKING_SHARE, _MOVES = 1.25, 3.0
+# Of the numbers between the linears, how many are alive at once in a backward, gradients among them.
+_WORKING_SHARE = 1.25

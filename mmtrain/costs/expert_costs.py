@@ -50,7 +50,8 @@ def expert_exchange_seconds(
     rows, row_bytes = tokens * _rows_of_token(mlp, execution), layer.hidden * element_bytes
     on_node, off_node = _travelling_rows(mlp, group, execution)
     share = tokens * row_bytes / num_ranks
-    exchange_s = _EXCHANGES * costs.all_to_all(round(on_node * share), round(off_node * share), group)
+    num_exchanges = _EXCHANGES * execution.mixture_passes(work.direction)
+    exchange_s = num_exchanges * costs.all_to_all(round(on_node * share), round(off_node * share), group)
     if num_ranks == 1:
         return exchange_s
     tp_group = GroupLayout.strided(num_ranks, 1, ranks_per_node)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mmtrain.costs.block_arithmetic import mlp_arithmetic
+from mmtrain.costs.cost_model import PassDirection
 from mmtrain.costs.part_records import FP32_BYTES
 from mmtrain.models.shapes.layer_shape import Attention
 from mmtrain.models.shapes.model_shape import LayerShape
@@ -37,6 +38,8 @@ class Execution:
     recomputed_gemms: float = 0.0  # share of a layer's GEMMs that backward computes again beside full recomputation
     recomputes_elementwise: bool = False  # the same of norms, activations and residuals
     recomputes_attention: bool = False
+    # Backward computes the whole mixture again, from its router to what its experts send back.
+    recomputes_mixture: bool = False
     sums_on_the_way: bool = False  # gradients that travel in bf16 are added up in bf16, by a reduce-scatter
     # Bytes per parameter of gradient norm, clipping and AdamW, in fp32. The norm reads the gradient. AdamW reads
     # gradient, weight and two moments and writes all four, the gradient since it clips it on the way.
@@ -77,6 +80,10 @@ class Execution:
             rotated = (mixer.heads + mixer.kv_heads) * mixer.head_dim * int(mixer.rotates)
         split = rotated * (self.rotation_moves - _FUSED_ROTATION_MOVES) + ffn * self.activation_extra_moves
         return tokens * (whole * layer.hidden + split / tp)
+
+    def mixture_passes(self, direction: PassDirection) -> int:
+        """Return how many forwards of a mixture a pass is as long as, in what a backward takes as long as a forward."""
+        return 1 + (self.recomputes_mixture and direction == "backward")
 
     def deterministic_share(self, heads: int, multiprocessors: int) -> float:
         """Return the share of a fused backward's rate that is left where its order is fixed, for heads of all samples.

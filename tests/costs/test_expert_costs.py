@@ -6,10 +6,12 @@ from itertools import combinations
 import pytest
 
 from mmtrain.costs import AnalyticCosts, GroupLayout, TokenLoad, preset
+from mmtrain.costs.analytic_costs import gemm_seconds
 from mmtrain.costs.cost_model import LayerWork
-from mmtrain.costs.expert_costs import expert_exchange_seconds
+from mmtrain.costs.expert_costs import copied_elements, expert_exchange_seconds
 from mmtrain.costs.expert_spread import arriving_rows, ranks_of_token
 from mmtrain.costs.framework import OWN_RUNTIME, Execution
+from mmtrain.costs.part_records import Gemm
 from mmtrain.models.shapes.layer_shape import LayerShape, MoeMlp, RouterShape
 from tests.models.factory import settings, shape_of
 
@@ -83,3 +85,21 @@ def test_ranks_that_cannot_divide_the_columns_send_whole_rows() -> None:
     assert mixture(2).mlp.column_ranks(HIDDEN, 3) == 1  # type: ignore[union-attr]
     assert mixture(2).mlp.column_ranks(HIDDEN, 4) == 4  # type: ignore[union-attr]
     assert mixture(1).mlp.column_ranks(HIDDEN, 4) == 1  # type: ignore[union-attr]
+
+
+def test_a_mixture_that_is_computed_again_lengthens_backward_by_its_forward() -> None:
+    """By its GEMMs, copies and kernels, and by its exchange; norms, attention and residuals are left out."""
+    again = AnalyticCosts(COSTS.hardware, "bf16", Execution(recomputes_mixture=True))
+    once = AnalyticCosts(COSTS.hardware, "bf16", Execution())
+    load = TokenLoad(TOKENS, TOKENS**2, TOKENS, 1)
+    layer = mixture(4)
+    backward = LayerWork(layer, 1, load, "backward", input_grad=True)
+    hidden, ffn, rows = HIDDEN, 32, TOKENS * TOP_K
+    gemms = (Gemm(rows, 2 * ffn, hidden, 2), Gemm(rows, hidden, ffn, 2), Gemm(TOKENS, 8, hidden))  # two experts a rank
+    gemms_s = sum(gemm_seconds(COSTS.hardware, "bf16", gemm) for gemm in gemms)
+    copied_s = copied_elements(layer, TOKENS, 1, Execution()) * BYTES / COSTS.hardware.moved_bytes_per_s
+    kernels = Execution().mixture_kernels + Execution().exchange_kernels + 2 * 2  # and two gradients of each expert
+    expected = gemms_s + copied_s + kernels * COSTS.hardware.kernel_launch_s + exchange_s(4, 1)
+    assert again.seconds(backward) - once.seconds(backward) == pytest.approx(expected)
+    for kind in ("forward", "recompute"):
+        assert again.seconds(backward._replace(kind=kind)) == once.seconds(backward._replace(kind=kind))

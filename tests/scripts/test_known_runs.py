@@ -5,10 +5,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
 from mmtrain.recipe import load_recipe
 from scripts.bench_known import Comparison, errors_of, predicted_seconds, write_recipe
-from scripts.known_runs import MAX_QUOTATION, KnownRun, known_runs, mixture_runs
+from scripts.known_runs import MAX_QUOTATION, RUNS_FILE, KnownRun, known_runs, mixture_runs, model_flops
 
 # Runs that only judge. A new run joins the half that the hash of its name says. None changes its half: not by hand, and
 # not by a new name.
@@ -113,6 +114,23 @@ def test_a_recipe_states_the_run(run: KnownRun, tmp_path: Path) -> None:
 )
 def test_seconds_follow_from_what_was_published(name: str, seconds: float) -> None:
     assert run_named(name).seconds == pytest.approx(seconds, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("model", "samples", "ranks", "seconds", "tflops"),
+    [
+        ("qwen3-235b-a22b", 2048, 256, 17.6, 276),  # readme.md of Megatron-MoE-ModelZoo states both for these three
+        ("qwen3-235b-a22b", 2048, 256, 24.2, 200),
+        ("qwen3-235b-a22b", 2048, 256, 29.0, 167),
+        ("qwen3-30b-a3b", 1024, 16, 24.7138, 244.039),  # and Megatron-Bridge's SKILL.md for this one
+    ],
+)
+def test_flops_of_mixtures_are_those_that_their_sources_count(
+    model: str, samples: int, ranks: int, seconds: float, tflops: float
+) -> None:
+    llm = yaml.safe_load(RUNS_FILE.read_text(encoding="utf-8"))["models"][model]["llm"]
+    counted = samples * model_flops(llm, 4096) / (ranks * seconds) / 1e12
+    assert counted == pytest.approx(tflops, rel=0.006)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ Backward computes a mixer's forward again from what the first linear made, some 
 that and the output is many times as large.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -222,15 +223,25 @@ def _apply_rule(heads: _Heads, chunks: SampleChunks) -> tuple[Tensor, Tensor]:
     left = kept[..., -1:, :]  # of a state behind the chunk
     outputs, finals = [], []
     state = values.new_zeros(chunks.num_samples[0], *values.shape[1:3], keys.shape[-1], values.shape[-1])
-    for step in chunks.steps():
-        number = step.stop - step.start
-        finals.append(state[number:])  # of samples that end before this step
-        state = state[:number]
-        corrected = corrections[step] - by_state[step] @ state
-        outputs.append(reading[step] @ state + scores[step] @ corrected)
-        state = state * left[step] + writing[step].mT @ corrected
+    for step in _steps(corrections, by_state, reading, scores, writing, left, numbers=chunks.num_samples):
+        corrections, by_state, reading, scores, writing, left = step
+        number = len(left)
+        if number < len(state):  # some samples end before this step
+            state, final = torch.split(state, [number, len(state) - number])
+            finals.append(final)
+        corrected = corrections - by_state @ state
+        outputs.append(reading @ state + scores @ corrected)
+        state = state * left + writing.mT @ corrected
     out = torch.cat(outputs).movedim(3, 1).flatten(0, 1).index_select(0, chunks.slots)
     return out, torch.cat((state, *reversed(finals)))
+
+
+def _steps(*tensors: Tensor, numbers: tuple[int, ...]) -> Iterator[tuple[Tensor, ...]]:
+    """Yield the chunks of each step, of tensors (N, ...).
+
+    They are split at once: the gradient of a slice would be as large as all chunks, and added up once for each step.
+    """
+    return zip(*(torch.split(tensor, list(numbers)) for tensor in tensors), strict=True)
 
 
 def _to_chunks(tensor: Tensor, chunks: SampleChunks) -> Tensor:

@@ -9,7 +9,6 @@ samples that are left at a step are the first ones.
 """
 
 from dataclasses import dataclass
-from itertools import accumulate
 
 import numpy as np
 from torch import Tensor
@@ -31,11 +30,6 @@ class SampleChunks:
     def num_chunks(self) -> int:
         """Return N."""
         return sum(self.num_samples)
-
-    def steps(self) -> list[slice]:
-        """Return the chunks of each step."""
-        stops = list(accumulate(self.num_samples))
-        return [slice(stop - number, stop) for number, stop in zip(self.num_samples, stops, strict=True)]
 
 
 def samples_by_chunks(lengths: tuple[int, ...], size: int = DELTA_CHUNK_TOKENS) -> tuple[tuple[int, ...], HostTable]:
