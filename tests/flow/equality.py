@@ -53,12 +53,16 @@ def assert_equals_one_process(
 
 
 def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], scale: float = 1.0) -> None:
-    """Assert `|d| <= 1e-5 * max(|g|, 1e-3 * |all|)` in norms for each gradient; `scale` undoes the clipping."""
+    """Assert `|d| <= max(1e-5 * |g|, 2^-25 * |all|)` in norms for each gradient; `scale` undoes the clipping.
+
+    The second limit is half of what fp32 rounds a number to. Some gradients are sums over all tokens of a head that
+    nearly cancel (of decays, for one), a thousandth of the norm of all.
+    """
     assert actual.keys() == expected.keys()
     total_norm = float(torch.cat([g.flatten() for g in expected.values()]).norm())
     for name, gradient in expected.items():
         distance = float((actual[name].reshape(gradient.shape) * scale - gradient).norm())
-        assert distance <= 1e-5 * max(float(gradient.norm()), 1e-3 * total_norm), f"{name}: off by {distance}"
+        assert distance <= max(1e-5 * float(gradient.norm()), 2**-25 * total_norm), f"{name}: off by {distance}"
 
 
 def _num_steps(texts_between: bool | range) -> int:
