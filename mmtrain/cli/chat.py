@@ -12,15 +12,15 @@ import typer
 
 from mmtrain.cli.options import CheckpointChoice, chosen_checkpoint
 from mmtrain.errors import DataError
-from mmtrain.recipe.settings.modalities import MediaKind
 
 if TYPE_CHECKING:
+    from mmtrain.recipe.settings.modalities import MediaKind
     from mmtrain.runtime.evaluation.dialogue import Dialogue, QuestionPart
 
 PROMPT = ">>> "
 NEW, EXIT = "/new", "/exit"
 INTERRUPTED_EXIT_CODE = 130  # as shells have it for Ctrl-C
-_KIND_BY_SUFFIX: Mapping[str, MediaKind] = {
+_KIND_BY_SUFFIX: "Mapping[str, MediaKind]" = {
     **dict.fromkeys((".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".heic", ".heif"), "image"),
     **dict.fromkeys((".wav", ".flac", ".mp3", ".ogg", ".opus", ".m4a"), "audio"),
     **dict.fromkeys((".mp4", ".mov", ".mkv", ".webm", ".avi"), "video"),

@@ -86,7 +86,16 @@ def test_a_run_trains_to_its_end(tmp_path: Path, settings: list[str], closed: st
 def test_every_command_is_run_but_two() -> None:
     # These have tests of their own.
     launchers = {f"launch {name}" for name in ("kubernetes", "ray", "skypilot", "slurm")}
-    apart = {"data serve", "data latents", "data digits", "init", "convert-config", *launchers}
+    apart = {
+        "chat",
+        "data serve",
+        "data latents",
+        "data digits",
+        "data task-file",
+        "init",
+        "convert-config",
+        *launchers,
+    }
     assert set(commands(get_command(table.app))) == set(CALLS) | apart
 
 

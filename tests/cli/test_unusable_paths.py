@@ -32,6 +32,7 @@ COMMANDS = {
     "evaluate": [["{path}"], ["run", "--out", "{path}"]],
     "export": [["{path}", "--out", "exported"], ["run", "--out", "{path}"]],
     "inspect": [["{path}"]],
+    "chat": [["{path}"]],
     "recipes copy": [["demo", "--out", "{path}"]],
     "launch kubernetes": [
         ["{path}", "--plan", "plan.json", "--image", "ours", "--claim", "shared"],
@@ -53,6 +54,7 @@ COMMANDS = {
     "data check": [["{path}"], ["--recipe", "{path}"]],
     "data show": [["--recipe", "{path}"]],
     "data latents": [["{path}"]],
+    "data task-file": [["{path}", "--out", "task"], ["{demo}", "--out", "{path}"]],
     "data tiny-model": [["llava", "--out", "{path}"]],
     "data demo": [["--out", "{path}", "--samples", "4", "--heldout", "1"]],
     "data digits": [["--source", "{path}", "--out", "digits"], ["--source", ".", "--out", "{path}"]],

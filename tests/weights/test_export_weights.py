@@ -59,9 +59,10 @@ def test_import_and_export_give_the_same_bits(
     assert "lmms_eval" not in done.stdout  # its tasks are about pictures
     assert content(out) == content(folder)
     assert {path.name for path in out.iterdir()} == {
-        "LICENSE", "additional_chat_templates", "chat_template.jinja", "config.json", "generation_config.json",
-        "model.safetensors", "tokenizer.json",
+        "LICENSE", "README.md", "additional_chat_templates", "chat_template.jinja", "config.json",
+        "generation_config.json", "model.safetensors", "tokenizer.json",
     }  # fmt: skip
+    assert "of the model before" not in (out / "README.md").read_text(encoding="utf-8"), "a card of its own"
     assert (out / "additional_chat_templates" / "tool_use.jinja").read_text(encoding="utf-8") == "{{ tools }}"
     assert (out / "config.json").read_bytes() == (folder / "config.json").read_bytes()
     assert list(out.parent.iterdir()) == [out]
