@@ -161,9 +161,9 @@ def _with_merged_microbatches(
     """
     budget = evaluator.budget.colocated
     found = list(simulated)
-    num_in_vain = 0
+    num_in_vain, effort = 0, _Effort(budget)
     for merged in islice(_by_merged_estimate(simulated, slower, evaluator, bound), budget.max_merged_layouts):
-        if num_in_vain == budget.max_merged_in_vain:
+        if num_in_vain == budget.max_merged_in_vain or effort.num_passes >= budget.max_merged_passes:
             break
         fastest = min(found, key=lambda candidate: candidate.step_time_s, default=None)
         best_s = rival_s if fastest is None else min(fastest.step_time_s, rival_s)
@@ -173,7 +173,9 @@ def _with_merged_microbatches(
         with_gaps_s, far_ratio = best_s / llm_compute_share, budget.far_ratio / llm_compute_share
         first_batch_s = math.inf if fastest is None else far_ratio * fastest.first_batch_step_s
         limits = _Limits(best_s, first_batch_s, budget.far_ratio * with_gaps_s)
-        outcome = _Attempt(merged, evaluator, levels).run(limits)
+        attempt = _Attempt(merged, evaluator, levels)
+        outcome = attempt.run(limits)
+        effort.add(attempt)
         if not isinstance(outcome, Candidate):
             continue
         is_fastest = fastest is None or outcome.step_time_s < fastest.step_time_s

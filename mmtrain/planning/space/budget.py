@@ -141,7 +141,10 @@ class ColocatedBudget:
     min_tried_assignments: int = 8
     max_scheduled_passes: int = 2_000
     max_merged_layouts: int = 12  # of those, tried with fewer microbatches of the encoders, ...
-    max_merged_in_vain: int = 4  # ... until so many simulated ones in a row lose
+    max_merged_in_vain: int = 4  # ... until so many simulated ones in a row lose, ...
+    # ... or until they have so many passes: eleven of OmniBal's 6B and 110B, with up to 11,000 each, took a quarter of
+    # its planning and lost, while all of omnibal_qwen_116b together have 6,000.
+    max_merged_passes: int = 6_000
     # Forwards and backwards of a layout beyond which others come first: 8,192 took half the search of eva_llama_26b,
     # while the fastest layout of optimus_197b has 2,448.
     max_passes_to_come_first: int = 4_000
