@@ -208,7 +208,7 @@ def test_a_wheel_without_torch_prints_the_plan_of_the_readme(bare_environment: P
     run_bare(bare_environment, tmp_path, "recipes", "copy", "whatif/internvl_26b")
     arguments, shown = shown_plan("README.md")
     printed = run_bare(bare_environment, tmp_path, *arguments)
-    assert "unified on 64 x h100-80g" in printed
+    assert "replicated on 64 x h100-80g" in printed
     assert shown.startswith(as_shown(printed))
 
 
