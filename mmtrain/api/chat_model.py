@@ -47,15 +47,15 @@ def open_dialogue(
     from mmtrain.runtime.evaluation.score_run import whole_model
     from mmtrain.runtime.world import World, prepare_allocator
 
-    prepare_allocator()
-    ParallelGroups.single()  # a world of this process alone
-    world = World(0, 1, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     recipe: Recipe
     weights: Checkpoint | PretrainedWeights
     if (Path(model) / RECIPE_FILE).is_file():
         recipe, weights = _open_run(Path(model), checkpoint)
     else:
         recipe, weights = _open_folder(model, checkpoint)
+    prepare_allocator()
+    ParallelGroups.single()  # a world of this process alone
+    world = World(0, 1, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     tokenizer = load_recipe_tokenizer(recipe)
     generator = load_generator(recipe, whole_model(recipe, 1), world, weights, tokenizer)
     return Dialogue(recipe, generator, tokenizer, world, max_new_tokens, system)

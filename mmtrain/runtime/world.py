@@ -453,6 +453,15 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
+def leave_own_world() -> None:
+    """Leave the world of this process alone, in which it computed a model, before ranks are forked.
+
+    The threads of its group do not survive a fork, and a rank that ended the group would be killed by SIGSEGV.
+    """
+    if dist.is_initialized() and dist.get_world_size() == 1:
+        dist.destroy_process_group()
+
+
 def has_agent_store(address: Address, env: Mapping[str, str] = os.environ) -> bool:
     """Return whether the ranks meet in a store of torchrun's agent, which already listens at MASTER_PORT."""
     return address.launcher == "torchrun" and env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

@@ -10,6 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from mmtrain.errors import LaunchError, MmtrainError, PlanError, StoppedAndSaved
+from mmtrain.models.megatron import ParallelGroups
 from mmtrain.runtime.resilience.launch import _first_failure, _RankExit, free_port, launch_local
 from mmtrain.runtime.world import Address, join, leave
 from tests.distributed import fork_ranks
@@ -86,6 +87,18 @@ def _leave_a_group_to_the_collector(rank: int, size: int, folder: Path) -> str:
 
 def _collects(address: Address) -> None:
     gc.collect()
+
+
+def _compute_alone_before_each_launch(rank: int, size: int, folder: Path) -> list[str]:
+    outcomes = []
+    for _ in range(2):
+        ParallelGroups.single()  # as `evaluate` with one rank does
+        outcomes.append(_launch(rank, size, folder, 3, _sum_of_ranks, True))
+    return outcomes
+
+
+def test_ranks_meet_after_their_launcher_has_computed_a_model_alone() -> None:
+    assert fork_ranks(1, _compute_alone_before_each_launch) == [["", ""]]
 
 
 def test_ranks_meet_at_a_port_that_no_connection_is_given() -> None:

@@ -36,7 +36,7 @@ from mmtrain.errors import (
 from mmtrain.runtime.resilience.failures import is_lost_peer
 from mmtrain.runtime.resilience.lost_output import ignore_lost_output
 from mmtrain.runtime.resilience.signals import STOP_SIGNALS, SignalPipe, stopped_early_text
-from mmtrain.runtime.world import Address, forget_launcher
+from mmtrain.runtime.world import Address, forget_launcher, leave_own_world
 from mmtrain.system_errors import system_errors_named
 
 PEER_FAILURE_GRACE_S = 3.0  # in which ranks may end by themselves, and report why, after a peer failed
@@ -93,6 +93,7 @@ def launch_here(
     must_spawn = torch.cuda.is_available() or mp.get_start_method(allow_none=True) == "spawn"
     context = mp.get_context("spawn") if must_spawn else mp.get_context("fork")
     ranks: dict[BaseProcess, Connection] = {}
+    leave_own_world()
     with SignalPipe() as signals:
         # Blocked, a signal that comes before a rank listens stays pending; its default action would end the rank.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
