@@ -26,7 +26,7 @@ class StatedPlan:
 
 
 STATED_PLANS = (
-    StatedPlan("README.md", RunKind("h100-80g", "pipeline", is_multimodal=True)),
+    StatedPlan("README.md", RunKind("h100-80g", "FSDP", is_multimodal=True)),
     StatedPlan("docs/planning.md", RunKind("h100-80g", "FSDP", is_multimodal=True)),
 )
 
