@@ -92,7 +92,7 @@ def _collects(address: Address) -> None:
 def _compute_alone_before_each_launch(rank: int, size: int, folder: Path) -> list[str]:
     outcomes = []
     for _ in range(2):
-        ParallelGroups.single()  # as `evaluate` with one rank does
+        ParallelGroups.single()  # as `chat` does, and `evaluate` with one rank
         outcomes.append(_launch(rank, size, folder, 3, _sum_of_ranks, True))
     return outcomes
 
