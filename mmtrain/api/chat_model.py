@@ -38,14 +38,10 @@ def open_dialogue(
         UserError: it is neither, or a checkpoint is named for a folder of a model.
         CheckpointError: no checkpoint is good.
     """
-    import torch
-
     from mmtrain.data import load_recipe_tokenizer
-    from mmtrain.models.megatron import ParallelGroups
     from mmtrain.runtime.evaluation.dialogue import Dialogue
     from mmtrain.runtime.evaluation.generate import load_generator
-    from mmtrain.runtime.evaluation.score_run import whole_model
-    from mmtrain.runtime.world import World, prepare_allocator
+    from mmtrain.runtime.evaluation.score_run import start_own_world, whole_model
 
     recipe: Recipe
     weights: Checkpoint | PretrainedWeights
@@ -53,9 +49,7 @@ def open_dialogue(
         recipe, weights = _open_run(Path(model), checkpoint)
     else:
         recipe, weights = _open_folder(model, checkpoint)
-    prepare_allocator()
-    ParallelGroups.single()  # a world of this process alone
-    world = World(0, 1, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    world = start_own_world()
     tokenizer = load_recipe_tokenizer(recipe)
     generator = load_generator(recipe, whole_model(recipe, 1), world, weights, tokenizer)
     return Dialogue(recipe, generator, tokenizer, world, max_new_tokens, system)

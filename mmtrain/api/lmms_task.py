@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from mmtrain.data.text.greedy_settings import DEFAULT_ANSWER_TOKENS
 from mmtrain.errors import UserError, writing
 from mmtrain.recipe import Recipe
 from mmtrain.recipe.settings.metric_names import (
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from mmtrain.data.media.media_bytes import Media
 
 DATA_FILE, FUNCTIONS_FILE, MEDIA_FOLDER = "test.jsonl", "utils.py", "media"
-MAX_NEW_TOKENS = 512  # of an answer, as `mmtrain chat` has it; edit the YAML for longer ones
 _FUNCTIONS = '''
 
 # What lmms-eval calls.
@@ -226,7 +226,7 @@ def _task_text(task: str, out: Path, names: Sequence[str]) -> str:
         "test_split": "test",
         "output_type": "generate_until",
         **{name: _Function(name) for name in called},
-        "generation_kwargs": {"max_new_tokens": MAX_NEW_TOKENS, "temperature": 0, "do_sample": False},
+        "generation_kwargs": {"max_new_tokens": DEFAULT_ANSWER_TOKENS, "temperature": 0, "do_sample": False},
         "metric_list": metrics,
         "metadata": [{"version": 0.0}],
     }

@@ -39,23 +39,10 @@ def open_newest_good(
     than the first good one is of another format: to go on from an older one would lose steps without a word.
     """
     ranks = ranks or Ranks.alone()
-    # Rank 0 lists for all ranks: ranks that opened different steps would train on without an error.
-    folders = [
-        Path(text)
-        for text in ranks.from_zero(
-            f"listing the checkpoints in {root}", lambda: [str(path) for path in layout.find(root)]
-        )
-    ]
-    for folder in folders:
-        problems = verify_together(folder, ranks, progress)
-        if not problems:
-            manifest = read_manifest(folder)
-            problems = [f"{layout.MANIFEST}: its state lacks {k!r}" for k in required_state if k not in manifest.state]
-        if not problems:
-            return Checkpoint(folder, manifest, progress)
-        _require_known_format(folder, problems)
-        if ranks.rank == 0:
-            on_bad(f"checkpoint {folder} is damaged and not used: {'; '.join(problems)}")
+    folders = _list_together(root, ranks)
+    good = _first_good(folders, on_bad, ranks, progress, required_state)
+    if good is not None:
+        return good
     if folders:
         raise CheckpointError(f"none of the {len(folders)} checkpoints in {root} is undamaged")
     raise CheckpointError(f"no checkpoint in {root}")
@@ -90,23 +77,46 @@ def _find_best_step(root: Path) -> int | None:
 
 def _open_step(root: Path, step: int, on_bad: Callable[[str], None], ranks: Ranks) -> "Checkpoint":
     """Open the newest good checkpoint of one step."""
+    folders = _list_together(root, ranks)
+    good = _first_good([folder for folder in folders if layout.step_of(folder) == step], on_bad, ranks)
+    if good is not None:
+        return good
+    steps = sorted({str(layout.step_of(folder)) for folder in folders}, key=int)
+    there_are = f"there are checkpoints of steps {', '.join(steps)}" if steps else "there is none at all"
+    raise CheckpointError(f"no good checkpoint of step {step} in {root}; {there_are}")
+
+
+def _list_together(root: Path, ranks: Ranks) -> list[Path]:
+    """Return the checkpoints in `root`, newest first, as rank 0 sees them.
+
+    Ranks that opened different steps would train on without an error.
+    """
 
     def list_all() -> list[str]:
         return [str(path) for path in layout.find(root)]
 
-    folders = [Path(text) for text in ranks.from_zero(f"listing the checkpoints in {root}", list_all)]
+    return [Path(text) for text in ranks.from_zero(f"listing the checkpoints in {root}", list_all)]
+
+
+def _first_good(
+    folders: Sequence[Path],
+    on_bad: Callable[[str], None],
+    ranks: Ranks,
+    progress: ProgressCallback = ignore_progress,
+    required_state: Sequence[str] = (),
+) -> "Checkpoint | None":
+    """Open the first of these checkpoints that is good, with all ranks; None if none is. See `open_newest_good`."""
     for folder in folders:
-        if layout.step_of(folder) != step:
-            continue
-        problems = verify_together(folder, ranks)
+        problems = verify_together(folder, ranks, progress)
         if not problems:
-            return Checkpoint(folder, read_manifest(folder))
+            manifest = read_manifest(folder)
+            problems = [f"{layout.MANIFEST}: its state lacks {k!r}" for k in required_state if k not in manifest.state]
+        if not problems:
+            return Checkpoint(folder, manifest, progress)
         _require_known_format(folder, problems)
         if ranks.rank == 0:
             on_bad(f"checkpoint {folder} is damaged and not used: {'; '.join(problems)}")
-    steps = sorted({str(layout.step_of(folder)) for folder in folders}, key=int)
-    there_are = f"there are checkpoints of steps {', '.join(steps)}" if steps else "there is none at all"
-    raise CheckpointError(f"no good checkpoint of step {step} in {root}; {there_are}")
+    return None
 
 
 def _require_known_format(folder: Path, problems: Sequence[str]) -> None:

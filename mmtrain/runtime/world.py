@@ -459,7 +459,7 @@ def leave_own_world() -> None:
     The threads of its group do not survive a fork, and a rank that ended the group would be killed by SIGSEGV.
     """
     if dist.is_initialized() and dist.get_world_size() == 1:
-        dist.destroy_process_group()
+        leave()
 
 
 def has_agent_store(address: Address, env: Mapping[str, str] = os.environ) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 from mmtrain.errors import DataError
 from mmtrain.families.folder_files import GENERATION_FILE
 
+DEFAULT_ANSWER_TOKENS = 512  # at most, where neither the user nor the folder of a model says
 # Of `generation_config.json`, with the value that changes nothing: what greedy generation of transformers follows too.
 _NEUTRAL_VALUES: dict[str, object] = {
     "no_repeat_ngram_size": 0,

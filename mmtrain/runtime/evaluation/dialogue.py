@@ -9,6 +9,7 @@ from pathlib import Path
 from mmtrain.data import Quarantined, SampleTokenizer
 from mmtrain.data.formats.sample_split import ChosenSamples
 from mmtrain.data.index.data_index import index_chosen
+from mmtrain.data.text.greedy_settings import DEFAULT_ANSWER_TOKENS
 from mmtrain.errors import DataError
 from mmtrain.recipe import Recipe
 from mmtrain.recipe.settings.data_settings import SourceSettings
@@ -17,7 +18,6 @@ from mmtrain.runtime.evaluation.generate import GreedyGenerator
 from mmtrain.runtime.evaluation.qa_eval import QuestionAnswerer, select_questions
 from mmtrain.runtime.world import World
 
-DEFAULT_ANSWER_TOKENS = 512  # at most, where neither the user nor the model's folder says
 _ANSWER_TO_COME = "..."  # in the place of the answer, which no prompt holds
 _REPLACEMENT = "\ufffd"  # how a tokenizer spells a character of which bytes are still to come
 

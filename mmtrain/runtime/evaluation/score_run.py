@@ -139,9 +139,14 @@ def run(request: EvaluateRequest) -> None:
     elif request.ranks > 1:
         launch_local(request.ranks, partial(_evaluate_rank, request, recipe))
     else:
-        prepare_allocator()
-        ParallelGroups.single()  # a world of this process alone
-        _evaluate(request, recipe, World(0, 1, torch.device("cuda" if torch.cuda.is_available() else "cpu")))
+        _evaluate(request, recipe, start_own_world())
+
+
+def start_own_world() -> World:
+    """Start a world of this process alone, on its GPU if there is one."""
+    prepare_allocator()
+    ParallelGroups.single()
+    return World(0, 1, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def _evaluate_rank(request: EvaluateRequest, recipe: Recipe, address: Address) -> None:
