@@ -4,9 +4,9 @@
     python -m scripts.bench_own_runs --measure [--only NAME]          # beside those of this machine, now
     python -m scripts.bench_own_runs --measure --write --log          # and record them: on idle cores alone
 
-`scripts/own_runs.yaml` lists the runs. Each is predicted by the cost table that mmtrain ships, and measured as `mmtrain
-train` runs it: with its loader, its threads and its metrics, on as many cores as ranks. The measured figure is the
-median step after the first fifth.
+`scripts/own_runs.yaml` lists the runs. Each is measured as `mmtrain train` runs it: with its loader, its threads and
+its metrics, on as many cores as ranks. The measured figure is the median step after the first fifth. It is predicted by
+the cost table that mmtrain ships, and by one that `mmtrain profile` measures here before the model's first run.
 """
 
 import argparse
@@ -66,6 +66,7 @@ class Measurement:
 
     seconds: float
     machine: str  # and when
+    profiled_s: float | None = None  # predicted by the machine's own cost table
 
 
 def main() -> None:
@@ -84,7 +85,10 @@ def main() -> None:
         folder = Path(name)
         draw_data(folder)
         if options.measure:
-            measured |= {run.name: Measurement(measured_seconds(run, folder), here) for run in runs}
+            tables = profile_models(runs, folder)
+            for run in runs:
+                profiled_s = predicted_seconds(run, folder, f"cluster.costs={tables[run.name]}")
+                measured[run.name] = Measurement(measured_seconds(run, folder), here, round(profiled_s, 4))
         _report_runs(report, runs, measured, folder)
     if options.write:
         write_measured(measured)
@@ -132,33 +136,62 @@ def report_own_runs(report: Report) -> None:
 
 
 def _report_runs(report: Report, runs: Sequence[OwnRun], measured: Mapping[str, Measurement], folder: Path) -> None:
-    report.table("own run", "machine", "measured", "predicted by the shipped table", "ratio")
+    report.table("own run", "machine", "measured", "by the shipped table", "ratio", "by the machine's own", "ratio")
     for run in runs:
         predicted_s = predicted_seconds(run, folder)
-        machine_text, measured_text, ratio_text = "not measured yet", "-", "-"
-        if record := measured.get(run.name):
-            machine_text, measured_text = record.machine, f"{1000 * record.seconds:.0f} ms"
-            ratio_text = f"{predicted_s / record.seconds:.2f}"
-        report.row(run.name, machine_text, measured_text, f"{1000 * predicted_s:.0f} ms", ratio_text)
+        shipped = f"{1000 * predicted_s:.0f} ms"
+        record = measured.get(run.name)
+        if record is None:
+            report.row(run.name, "not measured yet", "-", shipped, "-", "-", "-")
+            continue
+        profiled, profiled_ratio = "-", "-"
+        if record.profiled_s is not None:
+            profiled = f"{1000 * record.profiled_s:.0f} ms"
+            profiled_ratio = f"{record.profiled_s / record.seconds:.2f}"
+        ratio = f"{predicted_s / record.seconds:.2f}"
+        seconds = f"{1000 * record.seconds:.0f} ms"
+        report.row(run.name, record.machine, seconds, shipped, ratio, profiled, profiled_ratio)
 
 
-def predicted_seconds(run: OwnRun, folder: Path) -> float:
-    """Return the predicted seconds of a step, with the data in `folder`."""
-    recipe = load_recipe(ROOT / run.recipe, run.settings_on(folder)).recipe
+def predicted_seconds(run: OwnRun, folder: Path, *changes: str) -> float:
+    """Return the predicted seconds of a step, with the data in `folder` and further changes of the recipe."""
+    recipe = load_recipe(ROOT / run.recipe, [*run.settings_on(folder), *changes]).recipe
     plan = fastest_plan(recipe, build_index(recipe).lengths, num_ranks=NUM_RANKS, hardware="cpu-core")
     return plan.predicted.step_time_s
 
 
+def profile_models(runs: Sequence[OwnRun], folder: Path) -> dict[str, Path]:
+    """Measure layers and messages of the runs' models here; return the cost table of each run, by name.
+
+    Runs that differ in placement alone share a table.
+    """
+    tables: dict[str, Path] = {}
+    of_runs = {}
+    for run in runs:
+        model = json.dumps({key: value for key, value in run.settings.items() if key != "parallel.placement"})
+        if model not in tables:
+            tables[model] = folder / f"costs-{len(tables)}.json"
+            _run_mmtrain("profile", run, folder, "--out", str(tables[model]))
+        of_runs[run.name] = tables[model]
+    return of_runs
+
+
 def measured_seconds(run: OwnRun, folder: Path) -> float:
     """Train the run with the data in `folder`; return the seconds of its median step."""
-    settings = [*run.settings_on(folder), f"train.steps={run.steps}", "train.optimizer.warmup_steps=0"]
-    command = [sys.executable, "-m", "mmtrain", "train", str(ROOT / run.recipe), *set_options(settings)]
+    steps_settings = set_options([f"train.steps={run.steps}", "train.optimizer.warmup_steps=0"])
     with tempfile.TemporaryDirectory(dir=folder) as run_dir:
-        done = subprocess.run([*command, "--run-dir", run_dir], check=False, capture_output=True, text=True)
-        if done.returncode:
-            sys.exit(done.stdout + done.stderr)
+        _run_mmtrain("train", run, folder, *steps_settings, "--run-dir", run_dir)
         steps = read_metrics(Path(run_dir))
     return round(statistics.median(step["step_time_s"] for step in steps[len(steps) // 5 :]), 4)
+
+
+def _run_mmtrain(subcommand: str, run: OwnRun, folder: Path, *options: str) -> None:
+    """Run a command on the run's recipe in a process of its own, as users do; end the program where it fails."""
+    command = [sys.executable, "-m", "mmtrain", subcommand, str(ROOT / run.recipe)]
+    settings = set_options(run.settings_on(folder))
+    done = subprocess.run([*command, *settings, *options], check=False, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(done.stdout + done.stderr)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """mmtrain's own runs: they are planned by the shipped table, trained as users do, and recorded by their names."""
 
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from scripts.bench_own_runs import (
     measured_seconds,
     own_runs,
     predicted_seconds,
+    profile_models,
     write_measured,
 )
 
@@ -62,9 +64,30 @@ def test_a_run_is_trained_as_its_settings_say(data: Path) -> None:
 
 def test_records_are_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_own_runs, "MEASURED_FILE", tmp_path / "own_runs.json")
-    records = {"a": Measurement(0.5, "two cores"), "b": Measurement(0.25, "two cores")}
+    records = {"a": Measurement(0.5, "two cores"), "b": Measurement(0.25, "two cores", profiled_s=0.2)}
     write_measured(records)
     assert measured_runs() == records
+
+
+def test_a_run_is_predicted_by_the_table_that_its_machine_measured(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shipped table, with layers that take twice as long, stands for the one that `profile` writes."""
+    runs = [run for run in own_runs() if run.name.startswith("demo")]
+    profiled = []
+    table = json.loads((ROOT / "mmtrain/costs/tables/cpu-core.json").read_text(encoding="utf-8"))
+    for sample in (sample for layer in table["layers"] for sample in layer["samples"]):
+        sample["seconds"] = {name: 2 * seconds for name, seconds in sample["seconds"].items()}
+
+    def profile(command: str, run: OwnRun, folder: Path, option: str, path: str) -> None:
+        assert (command, folder, option) == ("profile", data, "--out")
+        profiled.append(run)
+        Path(path).write_text(json.dumps(table), encoding="utf-8")
+
+    monkeypatch.setattr(bench_own_runs, "_run_mmtrain", profile)
+    tables = profile_models(runs, data)
+    assert len(profiled) == 1, "all placements have the same layers"
+    for run in runs:
+        by_own = predicted_seconds(run, data, f"cluster.costs={tables[run.name]}")
+        assert 1.3 * predicted_seconds(run, data) < by_own < 2.1 * predicted_seconds(run, data)
 
 
 @pytest.mark.parametrize(
