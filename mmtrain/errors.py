@@ -8,6 +8,7 @@
     |   |-- TooManyBadSamples    exit 1   more samples are unusable than data.max_bad_rate allows
     |   |-- PluginError          exit 1   code of another package failed, which the message names
     |   |-- RemoteReadError      exit 1   a remote file cannot be read: outage, denied or changed
+    |   |   `-- StorageAwayError exit 1   files cannot be read now, remote or not: a server is away or denies access
     |   `-- FolderTaken          exit 1   another run took over the run's folder
     `-- UserError                exit 2   the input is wrong; the message says what, where and what to do
         |-- RecipeError          exit 2   problems in a recipe, all of them at once
@@ -63,6 +64,10 @@ class PluginError(RunError):
 
 class RemoteReadError(RunError):
     """A remote file cannot be read for a reason that says nothing about its content: it is never a bad sample."""
+
+
+class StorageAwayError(RemoteReadError):
+    """Files cannot be read at the moment: their server does not answer, or does not let us read now."""
 
 
 class FolderTaken(RunError):  # noqa: N818 - names a state of the run's folder

@@ -1,7 +1,7 @@
 """The loader: yields the steps of a run in order, built ahead of the one that is being trained."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing.connection import wait
 from socket import socket
@@ -9,10 +9,20 @@ from typing import Self
 
 from mmtrain.data.callbacks import NotifyCallback
 from mmtrain.data.index.data_index import DataIndex
-from mmtrain.data.loading.batch_builder import BadSampleTracker, RequestOf, StepBuilder, StepData, StepRequest
+from mmtrain.data.loading.batch_builder import (
+    NO_MONITOR,
+    BadSampleTracker,
+    ReadMonitor,
+    RequestOf,
+    StepBuilder,
+    StepData,
+    StepRequest,
+)
 from mmtrain.data.loading.ipc import Waker
 from mmtrain.data.loading.payload import PayloadNeed
 from mmtrain.data.loading.prefetch_window import PrefetchWindow
+from mmtrain.data.loading.storage_outage import OutageReport
+from mmtrain.data.loading.watched_reads import WatchedReads
 from mmtrain.data.loading.worker_pool import HANG_CHECK_INTERVAL_S, WorkerPool, unpack_result
 from mmtrain.data.service.protocol import require_zmq, step_facts
 from mmtrain.data.stream.group_stream import GroupStream
@@ -40,6 +50,7 @@ class Loader:
         first: StepRequest,
         num_local_ranks: int = 1,
         notify: NotifyCallback = print,
+        on_outage: Callable[[str], None] = lambda _: None,
     ) -> None:
         """Start building.
 
@@ -50,6 +61,7 @@ class Loader:
             first: what this rank needs of the first step; of later steps it needs the same.
             num_local_ranks: ranks that share this machine's processors.
             notify: called from another thread when workers or producers died, with what became of their steps.
+            on_outage: called from another thread with the storage that is waited for, and with "" when it is back.
         """
         if recipe.data.producers:
             require_zmq("data.producers")
@@ -58,6 +70,7 @@ class Loader:
         self._bad_samples = BadSampleTracker(index, recipe.data.max_bad_rate)
         self._step = first.step
         self._notify = notify
+        self._outages = OutageReport(notify, recipe.data.storage_patience_s, on_outage)
         self._data = recipe.data
         self._num_workers = choose_num_workers(recipe.data, first.needs, num_local_ranks, num_available_cores())
         self._facts = step_facts(recipe, index) if recipe.data.producers else {}
@@ -76,7 +89,8 @@ class Loader:
             if self._thread is not None:
                 built = self._window.take()
             else:
-                built = self._builder.build(self._request_for(self._step))
+                with WatchedReads(self._builder.find_outage, self._outages) as reads:
+                    built = self._builder.build(self._request_for(self._step), reads.monitor)
             data = replace(built, quarantined=self._bad_samples.record_new(built.quarantined))
         except MmtrainError:
             raise
@@ -93,9 +107,12 @@ class Loader:
             if self._data.producers:
                 self._build_with_producers()
             elif self._num_workers:
-                build_steps_in_workers(self._window, self._builder, self._request_for, self._num_workers, self._notify)
+                build_steps_in_workers(
+                    self._window, self._builder, self._request_for, self._num_workers, self._notify, self._outages.tell
+                )
             else:
-                build_steps_in_thread(self._window, self._builder, self._request_for)
+                with WatchedReads(self._builder.find_outage, self._outages) as reads:
+                    build_steps_in_thread(self._window, self._builder, self._request_for, reads.monitor)
         except Exception as error:  # not the error of a step: the loader itself is broken, and `next` must raise it
             self._window.fail(error)
 
@@ -104,7 +121,8 @@ class Loader:
         from mmtrain.data.service.remote_steps import ProducerAccess, RemoteStepBuilder
 
         def start_local_pool() -> WorkerPool[int]:
-            return WorkerPool(self._builder, max(1, self._num_workers), self._notify)
+            size = max(1, self._num_workers)
+            return WorkerPool(self._builder, size, self._notify, tell_outage=self._outages.tell)
 
         data = self._data
         keys = load_keys(data.producer_secret)
@@ -143,11 +161,13 @@ def choose_num_workers(data: DataSettings, needs: tuple[PayloadNeed, ...], num_l
     return max(0, min(MAX_DEFAULT_WORKERS, num_spare_cores))
 
 
-def build_steps_in_thread(window: PrefetchWindow[StepData], builder: StepBuilder, request_of: RequestOf) -> None:
+def build_steps_in_thread(
+    window: PrefetchWindow[StepData], builder: StepBuilder, request_of: RequestOf, monitor: ReadMonitor = NO_MONITOR
+) -> None:
     """Build steps in the calling thread until the window closes."""
     while (step := window.claim(wait=True)) is not None:
         try:
-            result: StepData | Exception = builder.build(request_of(step))
+            result: StepData | Exception = builder.build(request_of(step), monitor)
         except Exception as error:
             result = error
         window.put(step, result)
@@ -159,9 +179,13 @@ def build_steps_in_workers(
     request_of: RequestOf,
     num_workers: int,
     notify: NotifyCallback,
+    tell_outage: Callable[[str], None] = lambda _: None,
 ) -> None:
-    """Build steps in worker processes until the window closes; `notify` is called when a worker dies."""
-    with Waker() as waker, WorkerPool[int](builder, num_workers, notify) as pool:
+    """Build steps in worker processes until the window closes.
+
+    `notify` is called when a worker dies, and `tell_outage` again and again with the storage that is waited for.
+    """
+    with Waker() as waker, WorkerPool[int](builder, num_workers, notify, tell_outage=tell_outage) as pool:
         window.add_waker(waker.wake)
         while not window.closed:
             while pool.num_idle and (step := window.claim()) is not None:

@@ -83,6 +83,7 @@ class World:
     # By which background threads exchange small values, while collectives are the main thread's; None for one rank.
     store: Store | None = field(default=None, repr=False, compare=False)
     group: dist.ProcessGroup | None = field(default=None, repr=False, compare=False)  # of objects; None: the default
+    collective_timeout: timedelta | None = field(default=None, repr=False, compare=False)  # None: torch's own
 
     @property
     def is_first(self) -> bool:
@@ -99,6 +100,17 @@ class World:
         patient = replace(self, group=dist.new_group(backend="gloo", timeout=PATIENT_TIMEOUT))
         calm_gloo_threads()
         return patient
+
+    def waiting_for(self, seconds: float) -> "World":
+        """Return the same ranks with collectives that wait for a rank for `seconds`, where that is longer than usual.
+
+        All ranks call this together. The watchdog tells sooner which rank is stuck.
+        """
+        timeout = timedelta(seconds=seconds)
+        if self.size == 1 or timeout <= COLLECTIVE_TIMEOUT:
+            return self
+        _set_group_timeout(timeout)
+        return replace(self, collective_timeout=timeout)
 
     def barrier(self) -> None:
         """Wait until every rank has called this."""

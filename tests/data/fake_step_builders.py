@@ -31,6 +31,13 @@ class FakeStepBuilder:
     def name(self, sample_id: int) -> str:
         return f"sample {sample_id}"
 
+    @property
+    def patience_s(self) -> float:
+        return 3600.0
+
+    def find_outage(self, sample_id: int) -> str:
+        return ""
+
 
 @dataclass
 class DeadlyStepBuilder(FakeStepBuilder):

@@ -412,6 +412,23 @@ def test_a_producer_that_answers_and_makes_nothing_loses_its_steps_and_is_tried_
     ]
 
 
+def test_a_producer_that_cannot_read_its_data_hands_the_step_back(context: Sockets) -> None:
+    window = PrefetchWindow[StepData](0, 1)
+    away, good = Puppet(context), Puppet(context)
+    failure = StepFailure("StorageAwayError", "4 of 4 files cannot be read", "")
+    clock_s = [0.0]
+    with consuming(window, away, good, step_timeout_s=5.0, clock=lambda: clock_s[0]) as notes:
+        first = away.welcome(credit=1)
+        assert away.hear() == (first, Want(request_of(0)))
+        other = good.welcome(credit=9)
+        away.say(first, Failed(0, failure))
+        assert good.hear() == (other, Want(request_of(0)))
+        good.say(other, Made(0), step_bytes(0))
+        assert window.take().meta.step == 0
+    why = "cannot read its data (4 of 4 files cannot be read)"
+    assert notes == [f"producer {away.address} {why}; it is tried again in 5 s; 1 steps go to others"]
+
+
 def test_while_the_only_producer_makes_nothing_steps_are_built_locally(context: Sockets) -> None:
     window = PrefetchWindow[StepData](0, 2)
     puppet = Puppet(context)

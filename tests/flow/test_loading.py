@@ -4,6 +4,7 @@ import contextlib
 import os
 import shutil
 import signal
+import threading
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -44,6 +45,42 @@ def test_what_several_ranks_and_epochs_find_broken_is_quarantined_once(data: Pat
     assert len({(q.source, q.index) for q in found}) == len(found)
     assert found[: len(first)] == first, "resuming forgets nothing"
     assert len(first) < len(found)
+
+
+@dataclass
+class TakeAwayImages(FaultPoints):
+    """Makes a folder of images disappear when rank 0 begins step `step`, for `outage_s` seconds."""
+
+    images: Path
+    step: int
+    outage_s: float
+    rank: int = -1
+
+    def start(self, rank: int) -> None:
+        """See `FaultPoints`."""
+        self.rank = rank
+
+    def before_action(self, step: int, action: Action) -> None:
+        """See `FaultPoints`."""
+        away = self.images.with_name("away")
+        if step == self.step and self.images.exists() and self.rank == 0:
+            self.images.rename(away)
+            threading.Timer(self.outage_s, away.rename, [self.images]).start()
+
+
+@pytest.mark.slow  # 40 s: an outage that is longer than the watchdog's patience
+@pytest.mark.parametrize("settings", [("data.prefetch=0",), ("data.workers=0",), ("data.workers=1",)], ids=str)
+def test_a_run_whose_images_go_away_waits_and_is_the_run_without(
+    data: Path, unbroken: Path, tmp_path: Path, settings: tuple[str, ...]
+) -> None:
+    watchdog_s = 8
+    shutil.copytree(data, tmp_path / "data")
+    request = request_for(tmp_path / "data", tmp_path / "run", *settings, f"train.watchdog_s={watchdog_s}")
+    faults = TakeAwayImages(tmp_path / "data" / "images", 1, 20.0)
+    assert run_all(request, request, faults=faults) == ["", ""]
+    assert [s["loss"] for s in read_metrics(tmp_path / "run")] == [s["loss"] for s in read_metrics(unbroken)]
+    assert read_quarantine(tmp_path / "run" / QUARANTINE_FILE) == ()
+    assert max(s["step_time_s"] for s in read_metrics(tmp_path / "run")) > 2 * watchdog_s, "it waited for its images"
 
 
 @dataclass

@@ -7,7 +7,16 @@ import torch
 from torch._C._distributed_c10d import HashStore, Store
 
 from mmtrain.program import Action, Step
-from mmtrain.runtime.execution.activity import AWAITING_PLAN, ENDING, PLANNING, SAVING, Activity, ProcessorProgress
+from mmtrain.runtime.execution.activity import (
+    AWAITING_PLAN,
+    ENDING,
+    LOADING,
+    MEASURING,
+    PLANNING,
+    SAVING,
+    Activity,
+    ProcessorProgress,
+)
 from mmtrain.runtime.resilience import watchdog
 from mmtrain.runtime.resilience.failures import (
     Failure,
@@ -163,7 +172,7 @@ def test_a_rank_that_waits_for_files_of_others_learns_of_their_progress() -> Non
     clock_s = [0.0]
     store = HashStore()
     waiting, writing = (Activity(clock=lambda: clock_s[0]) for _ in range(2))
-    waiting_peers, writing_peers = PeerProgress(store, waiting), PeerProgress(store, writing)
+    waiting_peers, writing_peers = PeerProgress(store, waiting, 50.0), PeerProgress(store, writing, 50.0)
     for activity in (waiting, writing):
         activity.start(SAVING)
 
@@ -187,6 +196,37 @@ def test_a_rank_that_waits_for_files_of_others_learns_of_their_progress() -> Non
         clock_s[0] = 170.0
         writing_peers.exchange()
     assert waiting.stuck_s() == 40, "the progress of others does not hide that this rank is stuck"
+
+
+def test_ranks_that_wait_for_a_rank_whose_storage_is_away_are_not_stuck() -> None:
+    clock_s = [0.0]
+    store = HashStore()
+    away, waiting = (Activity(clock=lambda: clock_s[0]) for _ in range(2))
+    peers = PeerProgress(store, away, 50.0), PeerProgress(store, waiting, 50.0)
+    away.start(LOADING)
+    waiting.start(MEASURING)
+
+    def pass_time(seconds: float) -> None:
+        for _ in range(int(seconds)):
+            clock_s[0] += 1
+            for rank in peers:
+                rank.exchange()
+
+    away.note_outage("training", "files cannot be read")
+    pass_time(1000)
+    assert away.stuck_s() == 0, "its loader knows when to give up"
+    assert away.text() == "loading data: files cannot be read"
+    assert waiting.stuck_s() <= 50
+    away.note_outage("training", "")
+    assert away.stuck_s() == 0, "its data is on the way"
+    pass_time(100)
+    assert away.stuck_s() == 100
+    assert waiting.stuck_s() >= 100
+    away.start(Step())
+    away.note_outage("training", "files cannot be read")
+    pass_time(100)
+    assert away.stuck_s() == 100, "it does not wait for data"
+    assert waiting.stuck_s() >= 200, "a rank that needs no data yet excuses nobody"
 
 
 def test_the_run_ends_although_its_folder_hangs_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

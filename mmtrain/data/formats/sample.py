@@ -63,6 +63,7 @@ QUARANTINE_REASONS = {
     "audio_too_wide": "a clip of more than 32 channels or a sample rate above 384 kHz",
     "truncated": "the end of an image, clip or video is missing",
     "undecodable": "the header is valid, but the rest cannot be decoded",
+    "unreadable": "the file failed to be read twice, a minute apart, while other files of its source could be read",
     "deadly": "reading its media twice crashed a worker process or blocked it for a minute",
     # tar shards
     "tar_member": "a member that is not a plain file: a link, a device, a pipe, a sparse file",

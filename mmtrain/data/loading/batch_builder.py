@@ -1,5 +1,6 @@
 """Build what a rank needs for a step from lengths: the same in a thread, in a process and on another machine."""
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,6 +20,7 @@ from mmtrain.data.loading.payload import (
     build_encoder_payload,
     build_text_payload,
 )
+from mmtrain.data.loading.storage_outage import OutageReport, PatientReader, StorageProbe
 from mmtrain.data.media.image_grids import MediumGrid
 from mmtrain.data.media.images import CellArray
 from mmtrain.data.media.item_readers import ITEM_READERS
@@ -85,6 +87,7 @@ class ReadMonitor:
 
     on_read: Callable[[int | None], None] = lambda _: None  # called with the sample whose media are read next, or None
     deadly: frozenset[int] = frozenset()  # samples whose media must not be read again
+    on_outage: Callable[[str], None] | None = None  # called with what is waited for, and then with ""; None: print it
 
 
 NO_MONITOR = ReadMonitor()
@@ -101,8 +104,9 @@ class BatchBuilder:
         num_microbatches: Mapping[str, int],
         tokenizer: SampleTokenizer | None = None,
         monitor: ReadMonitor = NO_MONITOR,
+        probe: StorageProbe | None = None,
     ) -> None:
-        """Build the payload of `index`'s samples that `needs` name. The tokenizer is the recipe's by default."""
+        """Build the payload of `index`'s samples that `needs` name. Tokenizer and probe are made by default."""
         self._index = index
         self._recipe = recipe
         self._needs = needs
@@ -116,6 +120,10 @@ class BatchBuilder:
         }
         self._generator = recipe.model.generator
         self._target_reader = None if self._generator is None else TargetImageReader(self._generator, recipe.data)
+        find_outage = (probe or StorageProbe(index.samples)).find_outage
+        patience_s = recipe.data.storage_patience_s
+        on_outage = monitor.on_outage or OutageReport(partial(print, file=sys.stderr), patience_s).tell
+        self._patient = PatientReader(find_outage, patience_s, monitor.on_read, on_outage)
 
     def build(self, meta: BatchMeta) -> StepData:
         """Load what the needs name. A broken image or clip becomes zeros, and its sample is quarantined.
@@ -172,11 +180,14 @@ class BatchBuilder:
             self._report_read(sample_id)
             if unit == GENERATOR:
                 assert self._target_reader is not None
-                return self._target_reader.load_cells(sample.target_images[position], (rows, cols))
-            settings = self._encoders[unit]
-            number, part, num_parts = self._index.locate_item(sample_id, unit, position)
-            kind, medium = sample.media_of(MODALITIES[settings.modality].media)[number]
-            return self._readers[unit].load_cells(kind, medium, part, num_parts, (rows, cols))
+                medium = sample.target_images[position]
+                load = partial(self._target_reader.load_cells, medium, (rows, cols))
+            else:
+                settings = self._encoders[unit]
+                number, part, num_parts = self._index.locate_item(sample_id, unit, position)
+                kind, medium = sample.media_of(MODALITIES[settings.modality].media)[number]
+                load = partial(self._readers[unit].load_cells, kind, medium, part, num_parts, (rows, cols))
+            return self._patient.read(sample_id, medium, load)
         except BadMediaError as bad:  # its header was fine: too late to leave the sample out, all ranks count on it
             self._bad.setdefault(sample_id, Quarantined.of(sample, bad.kind, str(bad)))
             return None
@@ -197,6 +208,17 @@ class StepBuilder:
         self._stream = stream
         self._recipe = recipe
         self._tokenizer = load_recipe_tokenizer(recipe)
+        self._probe = StorageProbe(index.samples)
+
+    @property
+    def patience_s(self) -> float:
+        """How long to wait for storage that is away."""
+        return self._recipe.data.storage_patience_s
+
+    def find_outage(self, sample_id: int) -> str:
+        """Return why the storage of a sample's media is away; empty if it is there."""
+        outage = self._probe.find_outage(sample_id)
+        return outage and f"media of {self.name(sample_id)} cannot be read, and {outage}"
 
     def meta(self, request: StepRequest) -> BatchMeta:
         """Return the samples of the step, and which replica computes each of them in which microbatch."""
@@ -213,7 +235,13 @@ class StepBuilder:
     def build(self, request: StepRequest, monitor: ReadMonitor = NO_MONITOR) -> StepData:
         """Build everything that the request needs."""
         batch_builder = BatchBuilder(
-            self._index, self._recipe, request.needs, request.num_microbatches, self._tokenizer, monitor
+            self._index,
+            self._recipe,
+            request.needs,
+            request.num_microbatches,
+            self._tokenizer,
+            monitor,
+            self._probe,
         )
         return batch_builder.build(self.meta(request))
 

@@ -87,6 +87,7 @@ class SharedStatus:
 
     _LAYOUT = struct.Struct("<qq")  # number of writes, and the sample written last (-1: none)
     _NO_SAMPLE = -1
+    _OUTAGE = struct.Struct("<q1024s")  # bytes of a text, and them; behind `_LAYOUT`
 
     def __init__(self, memory: memoryview) -> None:
         """Use memory that both processes have mapped from the file of `create_file`."""
@@ -95,7 +96,7 @@ class SharedStatus:
     @classmethod
     def create_file(cls) -> int:
         """Return a file to map, which holds the status of a worker that has read nothing yet."""
-        return create_memory_file([memoryview(cls._LAYOUT.pack(0, cls._NO_SAMPLE))])
+        return create_memory_file([memoryview(cls._LAYOUT.pack(0, cls._NO_SAMPLE) + cls._OUTAGE.pack(0, b""))])
 
     def write(self, sample: int | None) -> None:
         """Record the sample that is read from now on; None: no media of any sample."""
@@ -106,6 +107,16 @@ class SharedStatus:
         """Return the number of writes so far, and the sample written last."""
         num_writes, sample = self._LAYOUT.unpack_from(self._memory)
         return num_writes, None if sample == self._NO_SAMPLE else sample
+
+    def write_outage(self, text: str) -> None:
+        """Record the storage that is waited for; empty: none."""
+        content = text.encode("utf-8", "replace")[: self._OUTAGE.size - 8]
+        self._OUTAGE.pack_into(self._memory, self._LAYOUT.size, len(content), content)
+
+    def outage(self) -> str:
+        """Return the storage that is waited for."""
+        num_bytes, content = self._OUTAGE.unpack_from(self._memory, self._LAYOUT.size)
+        return bytes(content[:num_bytes]).decode("utf-8", "replace")
 
 
 class Waker:

@@ -10,7 +10,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, Self, TypeVar
 
 import mmtrain.errors
@@ -18,6 +18,7 @@ from mmtrain.data.callbacks import NotifyCallback
 from mmtrain.data.loading.batch_builder import StepBuilder, StepData, StepRequest
 from mmtrain.data.loading.ipc import SharedStatus, create_memory_file, map_file, receive_message, send_message
 from mmtrain.data.loading.step_format import to_json, unpack
+from mmtrain.data.loading.storage_outage import ReadWatch, given_up
 from mmtrain.data.remote.locations import known_versions
 from mmtrain.errors import MmtrainError, RunError
 from mmtrain.system_calls import named_signals
@@ -63,8 +64,7 @@ class _Worker(Generic[Tag]):
     pipe: socket.socket
     status: SharedStatus
     job: _Job[Tag] | None = None
-    last_num_writes: int | None = None  # of its status, at the last change that was noticed
-    changed_s: float = 0.0  # when that was
+    watch: ReadWatch = field(default_factory=ReadWatch)
     is_hung: bool = False
 
 
@@ -75,7 +75,8 @@ class WorkerPool(Generic[Tag]):
     `kill_hung_workers` every `HANG_CHECK_INTERVAL_S` seconds. A worker that dies is replaced and its step is built
     again; one step may cost `MAX_DEATHS_PER_STEP` workers. A worker that hangs is killed. The sample whose media a
     worker was reading when it crashed or hung is tried once more; after that its media are left out, as undecodable
-    media are.
+    media are. A worker that waits for storage that is away does not hang; its step fails after the builder's
+    patience.
     """
 
     def __init__(
@@ -84,11 +85,17 @@ class WorkerPool(Generic[Tag]):
         size: int,
         notify: NotifyCallback,
         clock: Callable[[], float] = time.monotonic,
+        tell_outage: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """Start the workers; `notify` is called when one dies, and `clock` returns seconds."""
+        """Start the workers.
+
+        `notify` is called when one dies, and `clock` returns seconds. `tell_outage` is called by each
+        `kill_hung_workers` with the storage that a worker waits for, or with an empty text.
+        """
         self._notify = notify
-        self._clock = clock
+        self._clock, self._tell_outage = clock, tell_outage
         self._sample_name = builder.name
+        self._find_outage, self._patience_s = builder.find_outage, builder.patience_s
         self._faults: Counter[int] = Counter()  # sample id -> crashes and hangs over its media
         self._last_check_s = clock()
         self._builder_file: int | None = create_memory_file(
@@ -143,14 +150,15 @@ class WorkerPool(Generic[Tag]):
         for worker in self._workers.values():
             if worker.job is None or worker.is_hung:
                 continue
-            num_writes, _ = worker.status.read()
-            if num_writes != worker.last_num_writes or was_paused:
-                worker.last_num_writes = num_writes
-                worker.changed_s = now_s
-            elif now_s - worker.changed_s > HANG_TIMEOUT_S:
+            stuck_s = worker.watch.look(worker.status, now_s, self._find_outage, was_paused)
+            # One that waits by itself gives up by itself.
+            is_forsaken = worker.watch.outage_s(now_s) > self._patience_s + HANG_TIMEOUT_S
+            if stuck_s > HANG_TIMEOUT_S or is_forsaken:
                 worker.is_hung = True
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(worker.pid, signal.SIGKILL)
+        outages = (worker.watch.outage for worker in self._workers.values() if worker.job is not None)
+        self._tell_outage(next(filter(None, outages), ""))
 
     def close(self) -> None:
         """End all workers, whatever they are doing."""
@@ -181,6 +189,9 @@ class WorkerPool(Generic[Tag]):
         if job is None:
             self._notify(f"loader worker {dead.pid} {ended} while idle; another has taken its place")
             return None
+        if dead.is_hung and dead.watch.outage:
+            error = given_up(dead.watch.outage, self._patience_s)
+            return job.tag, StepFailure(type(error).__name__, str(error), "")
         _, sample = dead.status.read()
         if sample is not None and (dead.is_hung or _is_crash(exit_status)):
             self._faults[sample] += 1
@@ -201,7 +212,7 @@ class WorkerPool(Generic[Tag]):
 
     def _assign(self, worker: _Worker[Tag], job: _Job[Tag]) -> None:
         worker.job = job
-        worker.changed_s = self._clock()
+        worker.watch.start(self._clock())
         deadly = [sample for sample, faults in self._faults.items() if faults >= MAX_FAULTS_PER_SAMPLE]
         with contextlib.suppress(OSError):  # it has died, which reading from its pipe will show
             send_message(worker.pipe, {"request": to_json(job.request), "deadly": deadly})

@@ -67,7 +67,8 @@ def _run_worker(pipe: socket.socket, status: SharedStatus, builder: StepBuilder)
     try:
         while (message := receive_message(pipe)) is not None:
             job, _ = message
-            answer, files = _answer(job["request"], ReadMonitor(status.write, frozenset(job["deadly"])), builder)
+            monitor = ReadMonitor(status.write, frozenset(job["deadly"]), status.write_outage)
+            answer, files = _answer(job["request"], monitor, builder)
             send_message(pipe, answer, files)
             for file in files:
                 os.close(file)

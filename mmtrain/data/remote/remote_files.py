@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from mmtrain.data.optional_packages import check_package_fits, require_package
-from mmtrain.errors import DataError, RemoteReadError
+from mmtrain.errors import DataError, RemoteReadError, StorageAwayError
 
 FIRST_PAUSE_S = 0.5  # before the second attempt; each later one is twice as long, up to half as much again by chance
 MAX_WHOLE_FILE_BYTES = 256 << 20  # of a file on a server that answers no ranges, which is held in memory
@@ -123,7 +123,7 @@ class RemoteFiles:
             except Exception as error:  # protocols have their own types
                 check_package_fits(error, "fsspec")
                 reason = _passing_reason(url, error)
-        raise RemoteReadError(
+        raise StorageAwayError(
             f"{url}: cannot be reached after {self.attempts} attempts: {reason}; check network and server, then start "
             "again (a run resumes from its last checkpoint)"
         )
@@ -229,7 +229,7 @@ def _passing_reason(url: str, error: Exception) -> str:
     status = next((status for status in map(_status, causes) if status is not None), None)
     if status in _DENIED or any(map(_is_denial, causes)):
         what = "denied" if status is None else f"denied (status {status})"
-        raise RemoteReadError(
+        raise StorageAwayError(
             f"{url}: {what}; credentials come from the environment of this machine, never from recipes"
         ) from None
     if status in _MISSING or (status is None and isinstance(causes[-1], FileNotFoundError)):

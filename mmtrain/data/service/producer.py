@@ -289,5 +289,7 @@ def open_producer(recipe: Recipe, bind: str, num_workers: int, notify: NotifyCal
     for remark in index.remarks():
         notify(remark)
     recipe = count_groups(recipe, index.lengths)
-    builder = StepBuilder(index, GroupStream.of(recipe, index), recipe)
+    # Trainers have others make what this machine cannot read.
+    impatient = recipe.model_copy(update={"data": recipe.data.model_copy(update={"storage_patience_s": 0.0})})
+    builder = StepBuilder(index, GroupStream.of(recipe, index), impatient)
     return Producer(builder, step_facts(recipe, index), bind, num_workers, notify, keys)

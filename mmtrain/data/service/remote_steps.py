@@ -34,7 +34,7 @@ from mmtrain.data.service.protocol import (
     decode_message,
     encode_message,
 )
-from mmtrain.errors import DataError
+from mmtrain.errors import DataError, StorageAwayError
 
 CLOSE_LINGER_MS = 200  # for the last message of a trainer to leave this machine
 _MAX_RECONNECT_INTERVAL_MS = 5000
@@ -309,6 +309,9 @@ class RemoteStepBuilder:
     ) -> None:
         if message.step not in connection.steps and message.step != connection.tried_step:
             raise WireError(f"step {message.step} was not requested")
+        if isinstance(message, Failed) and message.failure.kind == StorageAwayError.__name__:
+            self._suspend(connection, now_s, f"cannot read its data ({message.failure.message})")
+            return
         if isinstance(message, Failed):
             result = unpack_result(message.step, message.failure)
         elif len(frames) == 3:
@@ -344,7 +347,9 @@ class RemoteStepBuilder:
         elif connection.state == "up" and now_s - connection.last_heard_s > self._timeout_s:
             self._reconnect(connection, f"has been silent for {self._timeout_s:g} s")
         elif connection.owes_steps and now_s - connection.last_progress_s > self._access.step_timeout_s:
-            self._suspend(connection, now_s)
+            timeout_s = self._access.step_timeout_s
+            why = f"answers, but has made no step for {timeout_s:g} s (data.producer_step_timeout_s)"
+            self._suspend(connection, now_s, why)
         elif connection.state == "up" and now_s - connection.last_sent_s > self._timeout_s / PINGS_PER_TIMEOUT:
             connection.send(Ping(), now_s)
 
@@ -359,16 +364,11 @@ class RemoteStepBuilder:
             "the same in both, or set in one of them only"
         )
 
-    def _suspend(self, connection: _Connection, now_s: float) -> None:
+    def _suspend(self, connection: _Connection, now_s: float, why: str) -> None:
         """Take the steps of a producer that answers and makes nothing; over a new connection it owes none."""
-        timeout_s = self._access.step_timeout_s
         stalls = connection.stalls
-        pause_s = stalls.add(now_s, timeout_s)
-        self._reconnect(
-            connection,
-            f"answers, but has made no step for {timeout_s:g} s (data.producer_step_timeout_s); it is tried again in "
-            f"{pause_s:g} s",
-        )
+        pause_s = stalls.add(now_s, self._access.step_timeout_s)
+        self._reconnect(connection, f"{why}; it is tried again in {pause_s:g} s")
         self._connections[connection.address].stalls = stalls
 
     def _reconnect(self, connection: _Connection, why: str) -> None:

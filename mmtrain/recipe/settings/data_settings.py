@@ -549,6 +549,16 @@ class DataSettings(Section):
     max_bad_rate: float = setting(
         0.01, ge=0, le=1, affects=NOTHING, description="Fraction of quarantined samples above which the run stops."
     )
+    storage_patience_s: float = setting(
+        3600.0,
+        ge=0,
+        le=604800,
+        affects=NOTHING,
+        added_later=True,
+        description="Seconds to wait for storage that is away: a file server or object store that does not answer, or "
+        "a folder that is not mounted. Nothing is quarantined meanwhile, and no watchdog ends the run. A single file "
+        "that cannot be read while others of its source can is not waited for. 0: do not wait.",
+    )
     prefetch: int = setting(
         2, ge=0, le=64, affects=NOTHING, description="Steps prepared ahead in the background. 0: no background work."
     )

@@ -79,6 +79,8 @@ class Activity:
         self.connection = ""  # what is being connected, while ranks are
         self.stragglers: str | None = None  # as all ranks know them
         self.files = FileProgress(clock)
+        self.outages: dict[str, str] = {}  # what storage is away, by whose data it holds
+        self._outage_s = clock()  # when this rank or another one was last known to wait for storage
         self._processor = processor or ProcessorProgress(clock)  # of the thread that computes, which makes this object
         self._since = clock()
         self._device_mark = 0  # as `stuck_s` last saw it, and when it first did
@@ -136,6 +138,20 @@ class Activity:
         """Whether the main thread waits for files of a checkpoint, on this rank or on others."""
         return self.doing in FILE_PHASES
 
+    def note_outage(self, of_data: str, outage: str) -> None:
+        """Note that storage of some data is away; empty: it is there."""
+        self._outage_s = self._clock()
+        self.outages = {name: text for name, text in {**self.outages, of_data: outage}.items() if text}
+
+    @property
+    def awaits_storage(self) -> bool:
+        """Whether the main thread waits for data whose storage is away. The loader knows when to give up."""
+        return self.doing == LOADING and bool(self.outages)
+
+    def peers_await_storage(self) -> None:
+        """Note that another rank waits for storage now, so that this one may wait for that rank."""
+        self._outage_s = self._clock()
+
     @property
     def is_starting(self) -> bool:
         """Whether the rank is in a phase before the first step that may take any time."""
@@ -151,11 +167,15 @@ class Activity:
         doing, _ = self.reached()
         if doing == CONNECTING:
             return f"{CONNECTING}: {self.connection}"
+        if doing == LOADING and self.outages:
+            return f"{LOADING}: {next(iter(self.outages.values()))}"
         return doing if isinstance(doing, str) else action_to_text(doing)
 
     def stuck_s(self) -> float:
         """Return the seconds since an action, a phase or a wait last started or ended, or work in it made progress."""
-        since = self._since
+        if self.awaits_storage:
+            return 0.0
+        since = max(self._since, self._outage_s)
         if self.in_files:
             since = max(since, self.files.changed_s)
         elif self.is_computing:

@@ -236,7 +236,8 @@ class _GroupCreator:
                 is_mine = self._world.rank in ranks
                 if is_mine:
                     self._activity.connect(f"{purpose}, ranks {ranks}")
-                group = dist.new_group(ranks, backend=self._backend, pg_options=options)
+                timeout = self._world.collective_timeout
+                group = dist.new_group(ranks, timeout=timeout, backend=self._backend, pg_options=options)
                 if is_mine:
                     mine = group
                     if connect:

@@ -38,22 +38,25 @@ BEATS_PER_SILENCE_LIMIT = 5  # few, since rank 0 asks the store about every rank
 MAX_LISTENER_END_S = 1.0  # in which the listener ends; one that hangs itself ends with the process
 MAX_REPORT_S = 15.0  # in which a report must be on disk: what hangs may be the storage itself
 _ADVANCES_KEY = "file advances"
+_OUTAGES_KEY = "waits for storage"
 
 
 class PeerProgress:
-    """Counts the progress that all ranks make with files, in the job's store.
+    """Counts the progress that all ranks make with files, and their waits for storage, in the job's store.
 
-    One counter serves all ranks: who waits need not know who advances, and the report of a rank that is stuck itself is
-    made by that rank.
+    One counter of each serves all ranks: who waits need not know who advances, and the report of a rank that is stuck
+    itself is made by that rank. A rank that is stuck for `quiet_s` asks whether another one waits for storage.
     """
 
-    def __init__(self, store: Store, activity: Activity) -> None:
-        self._store, self._activity = store, activity
+    def __init__(self, store: Store, activity: Activity, quiet_s: float) -> None:
+        self._store, self._activity, self._quiet_s = store, activity, quiet_s
+        self._num_waits = 0  # for storage, of all ranks, as this rank knows it
         self._num_own_advances = activity.files.num_advances  # that the other ranks know of
         self._total = 0  # of all ranks, as this rank knows it
 
     def exchange(self) -> None:
         """Report this rank's progress, and note that of others if this rank waits. Raises what the store raises."""
+        self._exchange_waits()
         num_own_advances = self._activity.files.num_advances
         has_advanced = int(num_own_advances != self._num_own_advances)
         if not has_advanced and not self._activity.in_files:
@@ -63,6 +66,16 @@ class PeerProgress:
         if total - has_advanced != self._total:
             self._activity.files.peers_advanced()
         self._total = total
+
+    def _exchange_waits(self) -> None:
+        """Report that this rank waits for storage, or find out whether another one does."""
+        if self._activity.awaits_storage:
+            self._num_waits = self._store.add(_OUTAGES_KEY, 1)
+        elif self._activity.stuck_s() >= self._quiet_s:
+            num_waits = self._store.add(_OUTAGES_KEY, 0)
+            if num_waits != self._num_waits:
+                self._activity.peers_await_storage()
+            self._num_waits = num_waits
 
 
 class Heartbeats:
@@ -123,7 +136,7 @@ class Watchdog:
         """
         self._activity, self._timeout_s, self._run_dir = activity, timeout_s, run_dir
         self._rank, self._world_size = world.rank, world.size
-        self._peers = PeerProgress(world.store, activity) if world.store else None
+        self._peers = PeerProgress(world.store, activity, timeout_s / 2) if world.store else None
         self._heartbeats = Heartbeats(world.store, world) if world.store else None
         self._end, self._may_write = end or _end_process, may_write
         self.end_early: Callable[[], None] = _end_early  # tests replace it

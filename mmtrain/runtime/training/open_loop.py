@@ -244,7 +244,8 @@ def _make_loader(run: RankRun) -> Loader:
         position.skipped_positions,
     )
     notify = partial(_print_of_rank, rank_context.world.rank)
-    return Loader(run.session.index, run.stream, rank_context.recipe, first, num_local_ranks, notify)
+    on_outage = partial(rank_context.activity.note_outage, "training")
+    return Loader(run.session.index, run.stream, rank_context.recipe, first, num_local_ranks, notify, on_outage)
 
 
 def _prefetch(run: RankRun, loader: Loader) -> StepPrefetcher:

@@ -55,6 +55,8 @@ def open_session(
     recipe = request.recipe
     require_consensus(world, {"recipe": recipe.model_dump(mode="json"), "torch": torch.__version__})
     request = with_common_hardware(request, world)
+    if recipe.train.watchdog_s:  # which is not misled by ranks that wait for storage, as torch's timeouts would be
+        world = world.waiting_for(recipe.data.storage_patience_s + 2 * recipe.train.watchdog_s)
     activity = Activity(recorder=StepRecorder(clock_for(world.device)))
     notify = partial(print, flush=True)
     lease = ELASTIC_LEASE if request.elastic else None

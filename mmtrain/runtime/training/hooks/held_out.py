@@ -3,13 +3,17 @@
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from mmtrain.balance import Grouping
 from mmtrain.data import BadSampleTracker, BatchBuilder, build_index, validation_batches
+from mmtrain.data.loading.storage_outage import OutageReport, StorageProbe
+from mmtrain.data.loading.watched_reads import WatchedReads
 from mmtrain.recipe.settings.modalities import GENERATOR
 from mmtrain.runtime.evaluation.metrics import Metric, score_answers
 from mmtrain.runtime.evaluation.qa_eval import GivenAnswers
 from mmtrain.runtime.evaluation.shown_answers import AnswerLog
+from mmtrain.runtime.execution.activity import LOADING
 from mmtrain.runtime.execution.input_arena import copier_for
 from mmtrain.runtime.execution.rank_context import RankContext
 from mmtrain.runtime.execution.step_prefetcher import StepPrefetcher
@@ -37,7 +41,18 @@ class Validation(StepHook):
             dispatch=rank_context.graph.dispatches_items,
             setting=recipe.data.held_out_setting,
         )
-        builder = BatchBuilder(index, recipe, rank_context.needs, rank_context.num_microbatches)
+        probe = StorageProbe(index.samples)
+        note_outage = partial(rank_context.activity.note_outage, "validation")
+        report = OutageReport(partial(print, flush=True), recipe.data.storage_patience_s, note_outage)
+        self._reads = WatchedReads(probe.find_outage, report)
+        builder = BatchBuilder(
+            index,
+            recipe,
+            rank_context.needs,
+            rank_context.num_microbatches,
+            monitor=self._reads.monitor,
+            probe=probe,
+        )
         # Media are decoded in a thread: else the device would wait for each batch, one after another.
         self._steps = StepPrefetcher(
             (builder.build(meta) for meta in itertools.cycle(self._batches)),
@@ -56,6 +71,7 @@ class Validation(StepHook):
     def close(self) -> None:
         """See `StepHook`."""
         self._steps.close()
+        self._reads.close()
 
     def _losses(self) -> tuple[float, float | None]:
         """Return the loss, and the generator's part of it without its weight; None for models without one."""
@@ -65,6 +81,7 @@ class Validation(StepHook):
         joint_scales = {unit: 1.0 / sum(1.0 / of_batch[unit] for of_batch in scales) for unit in scales[0]}
         losses = dict.fromkeys(joint_scales, 0.0)  # this rank's parts
         for of_batch in scales:
+            self._rank_context.activity.start(LOADING)
             step = next(self._steps)
             self._bad_samples.record_new(step.data.quarantined)
             unit_losses = self._rank_context.validate_on(step.input).unit_losses
