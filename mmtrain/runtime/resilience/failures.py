@@ -181,7 +181,9 @@ def record_early_stop(claim: FolderClaim, rank: int, activity: Activity) -> None
 
     Where another rank has failed, the launcher sends that signal, and the run's state stays what that rank wrote.
     """
-    if claim.is_held():
+    if not claim.is_held():
+        return
+    with contextlib.suppress(OSError):  # a full disk must not keep this rank from ending
         has_failed = any(failure.kind != "stopped" for failure in read_failures(claim.run_dir))
         write_failure(claim.run_dir, describe_failure(rank, activity, "stopped", "a stop signal"))
         if not has_failed:

@@ -1,11 +1,14 @@
 """Start the ranks of a run on this machine, and start them again after a failure: with fewer if some are gone."""
 
+import contextlib
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -14,12 +17,15 @@ from mmtrain.errors import RankDied, RunError
 from mmtrain.runtime.resilience.failures import explain_failures, read_failures
 from mmtrain.runtime.resilience.folder_lock import FolderKeeper, may_be_owned
 from mmtrain.runtime.resilience.launch import launch_local
-from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, RECIPE_FILE, read_run_state, write_run_state
+from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, RECIPE_FILE, RUN_STATE_FILE, read_run_state, write_run_state
 from mmtrain.runtime.training.standby_plans import standby_plan_path
 from mmtrain.runtime.training.train_request import TrainRequest
 from mmtrain.runtime.world import Address
+from mmtrain.system_errors import describe_os_error
 
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+ROOM_PATIENCE_S = 3600.0  # with a disk that is full, before the launcher gives up
+ROOM_POLL_S = 5.0
 DEVICE_TEST_TIMEOUT_S = 60.0  # importing torch and creating a context takes seconds; a broken device may hang
 # Memory, a kernel and a copy back: what a device that has fallen off the bus, or needs a reset, does not do.
 # No assert: PYTHONOPTIMIZE would strip it.
@@ -53,6 +59,8 @@ def _launch(request: TrainRequest, train_rank: Callable[[TrainRequest, Address],
         if not num_restarts_left or not num_usable or not (request.run_dir / RECIPE_FILE).exists():
             raise error
         num_restarts_left -= 1
+        if not await_room(request.run_dir, str(error)):
+            raise error
         print(
             f"mmtrain: {error}\nmmtrain: starting again, {num_restarts_left} restarts left after this", file=sys.stderr
         )
@@ -117,8 +125,43 @@ def _root_cause(request: TrainRequest, error: RunError) -> RunError:
     if any(f.kind == "hang" for f in failures):
         error = RunError(explain_failures(failures, request.ranks))
     if read_run_state(request.run_dir).get("status") in ("running", "failed"):
-        write_run_state(request.run_dir, "failed", error=str(error))
+        with contextlib.suppress(OSError):  # a full disk must hide neither the failure nor the restart that is due
+            write_run_state(request.run_dir, "failed", error=str(error))
     return error
+
+
+def await_room(
+    run_dir: Path,
+    error: str,
+    sleep: Callable[[float], None] = time.sleep,
+    clock: Callable[[], float] = time.monotonic,
+) -> bool:
+    """Wait until the run's folder can be written, as a restart must; return whether it can.
+
+    `error` is what ended the run. It is written to the run's state. A disk that is full would else use up all restarts
+    in seconds.
+    """
+    if may_be_owned(run_dir):  # by another run: the ranks will say so
+        return True
+    start_s = clock()
+    has_told = False
+    while True:
+        try:
+            write_run_state(run_dir, "failed", error=error)
+        except OSError as full:
+            if clock() - start_s >= ROOM_PATIENCE_S:
+                return False
+            if not has_told:
+                why = describe_os_error(full, run_dir / RUN_STATE_FILE)
+                print(
+                    f"mmtrain: {error}\nmmtrain: {why}. The ranks are started again once that works, if it does within "
+                    f"{ROOM_PATIENCE_S:g} s",
+                    file=sys.stderr,
+                )
+                has_told = True
+            sleep(ROOM_POLL_S)
+        else:
+            return True
 
 
 def given_devices(env: Mapping[str, str] = os.environ) -> tuple[str, ...]:
