@@ -94,7 +94,6 @@ def _answer(dialogue: "Dialogue", line: str) -> None:
 
     def show(text: str) -> None:
         nonlocal shown
-        text = printable(text)
         if text.startswith(shown):
             typer.echo(text[len(shown) :], nl=False)
         else:  # thoughts have ended, and the answer starts
@@ -104,7 +103,7 @@ def _answer(dialogue: "Dialogue", line: str) -> None:
     try:
         show(dialogue.ask(question_parts(line), show))
     except DataError as error:
-        typer.echo(f"mmtrain: this question is not answered: {printable(str(error))}", err=True)
+        typer.echo(f"mmtrain: this question is not answered: {error}", err=True)
         return
     typer.echo()
 
@@ -141,8 +140,3 @@ def _without_outer_space(parts: "list[QuestionPart]") -> "list[QuestionPart]":
         kept[texts[0]] = str(kept[texts[0]]).lstrip()
         kept[texts[-1]] = str(kept[texts[-1]]).rstrip()
     return kept
-
-
-def printable(text: str) -> str:
-    """Return a text without control characters, which could move the cursor or rename the window of a terminal."""
-    return "".join(char for char in text if char.isprintable() or char in "\n\t ")

@@ -6,6 +6,8 @@ from contextlib import contextmanager
 
 import typer
 
+from mmtrain.printed_text import as_rendered
+
 NUM_LINES = 4  # where stderr is no terminal
 
 
@@ -15,7 +17,7 @@ def counting_bar(label: str, done_word: str) -> Iterator[Callable[[int, int], No
 
     label: in front of the bar, such as `decoding`; done_word: of the lines in its place, such as `decoded`.
     """
-    with typer.progressbar(length=1, label=label, file=sys.stderr, hidden=not sys.stderr.isatty()) as bar:
+    with typer.progressbar(length=1, label=label, file=as_rendered(sys.stderr), hidden=not sys.stderr.isatty()) as bar:
         done_before = 0
 
         def show(done: int, total: int) -> None:

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from mmtrain.cli.options import AsJson, Overrides
+from mmtrain.printed_text import as_rendered
 
 
 def show(
@@ -52,4 +53,4 @@ def show(
         typer.echo(f"{out} written")
     else:
         has_colors = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-        typer.echo(shown.to_text(text_width(), colors=has_colors))
+        typer.echo(shown.to_text(text_width(), colors=has_colors), file=as_rendered(sys.stdout))

@@ -6,11 +6,13 @@ import os
 import sys
 from typing import TextIO, cast
 
+from mmtrain.printed_text import escape_output
+
 _DESCRIPTORS = (0, 1, 2)
 
 
 def mend_streams() -> None:
-    """Open closed standard streams on /dev/null, and let no character fail that the output's encoding lacks.
+    """Open closed standard streams on /dev/null, and escape characters that the output lacks or a terminal obeys.
 
     To be called before anything is opened: a checkpoint or a socket would get the number of a closed stream, and what
     libraries print would go there.
@@ -31,6 +33,7 @@ def mend_streams() -> None:
         if isinstance(stream, io.TextIOWrapper):
             with contextlib.suppress(ValueError, OSError):
                 stream.reconfigure(errors="backslashreplace")
+    escape_output()
 
 
 def _text_of(descriptor: int, mode: str) -> TextIO:

@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from html import escape
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from mmtrain.report.console import Console
 
 MEDIA_KINDS = ("images", "clips")
 

@@ -2,8 +2,10 @@
 
 import io
 
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.text import Text
+
+from mmtrain.report.console import Console
 
 DEFAULT_WIDTH = 120
 

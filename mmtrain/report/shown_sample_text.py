@@ -5,10 +5,11 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 from PIL import Image
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.style import Style
 from rich.text import Text
 
+from mmtrain.report.console import Console
 from mmtrain.report.plain_text import DEFAULT_WIDTH
 from mmtrain.report.shown_sample import Pixels, ShownMedium, ShownSample, TokenKind, token_runs
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mmtrain.cli.chat import printable, question_parts
+from mmtrain.cli.chat import question_parts
 from mmtrain.errors import DataError
 from mmtrain.runtime.evaluation.dialogue import Medium
 
@@ -43,7 +43,3 @@ def test_a_path_starts_at_home_and_one_that_leads_nowhere_is_refused(tmp_path: P
     assert question_parts("~/cat.png") == [Medium("image", tmp_path / "cat.png")]
     with pytest.raises(DataError, match=r"cow\.png: there is no such file; a word that ends with `\.png` is the path"):
         question_parts("What is on cow.png?")
-
-
-def test_an_answer_cannot_drive_the_terminal() -> None:
-    assert printable("red\x1b]0;owned\x07 \x1b[2Jblue\n\u202egreen\t1") == "red]0;owned [2Jblue\ngreen\t1"

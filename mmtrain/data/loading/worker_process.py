@@ -20,6 +20,7 @@ from mmtrain.data.loading.ipc import SharedStatus, create_memory_file, map_file,
 from mmtrain.data.loading.step_format import from_json, pack
 from mmtrain.data.remote.locations import pin_versions
 from mmtrain.errors import MmtrainError
+from mmtrain.printed_text import escape_output
 
 
 def main() -> None:
@@ -28,6 +29,7 @@ def main() -> None:
         # A launcher may signal all processes of a job; the trainer still needs its data to finish the step and save.
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    escape_output()
     control = socket.socket(fileno=int(sys.argv[1]))
     with open(int(sys.argv[2]), "rb") as file:
         builder: StepBuilder

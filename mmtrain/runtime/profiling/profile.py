@@ -16,7 +16,6 @@ from typing import cast
 import torch
 import torch.distributed as dist
 from pydantic import BaseModel
-from rich.console import Console
 from rich.progress import Progress
 
 from mmtrain.balance import SampleLengths
@@ -48,6 +47,7 @@ from mmtrain.models.shapes.model_shape import (
 )
 from mmtrain.program import LLM
 from mmtrain.recipe import Recipe
+from mmtrain.report.console import Console
 from mmtrain.runtime.execution.precision import compute_dtype
 from mmtrain.runtime.execution.recorder import clock_for
 from mmtrain.runtime.gloo_threads import calm_gloo_threads

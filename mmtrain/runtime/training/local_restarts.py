@@ -144,21 +144,21 @@ def await_room(
     if may_be_owned(run_dir):  # by another run: the ranks will say so
         return True
     start_s = clock()
-    is_told = False
+    is_waiting = False
     while True:
         try:
             write_run_state(run_dir, "failed", error=error)
         except OSError as full:
             if clock() - start_s >= ROOM_PATIENCE_S:
                 return False
-            if not is_told:
+            if not is_waiting:
                 why = describe_os_error(full, run_dir / RUN_STATE_FILE)
                 print(
                     f"mmtrain: {error}\nmmtrain: {why}. The ranks are started again once that works, if it does within "
                     f"{ROOM_PATIENCE_S:g} s",
                     file=sys.stderr,
                 )
-                is_told = True
+                is_waiting = True
             sleep(ROOM_POLL_S)
         else:
             return True

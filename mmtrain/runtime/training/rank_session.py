@@ -9,11 +9,11 @@ from functools import partial
 from typing import cast
 
 import torch
-from rich.console import Console
 
 from mmtrain.costs.find_hardware import is_same_hardware, slowest_hardware
 from mmtrain.data import DataIndex, build_index
 from mmtrain.durable_files import disk_errors_named
+from mmtrain.report.console import Console
 from mmtrain.runtime.execution.activity import INDEXING, Activity
 from mmtrain.runtime.execution.recorder import StepRecorder, clock_for
 from mmtrain.runtime.rendezvous import print_note

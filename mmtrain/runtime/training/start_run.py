@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from functools import reduce
 from operator import getitem
 
-from rich.console import Console
-
 from mmtrain.balance import StepTargets
 from mmtrain.balance.grouping.methods import GROUPING_VERSIONS
 from mmtrain.checkpoint import Checkpoint, SavingRun, find, foreign_drafts
@@ -28,6 +26,7 @@ from mmtrain.planning.artifact.plan import Plan, sharding_text
 from mmtrain.planning.artifact.plan_change import describe_data_drift
 from mmtrain.recipe import Recipe, dump_recipe
 from mmtrain.recipe.settings.base import POSITION_KEY, flatten, select_for_saving
+from mmtrain.report.console import Console
 from mmtrain.runtime.execution.attention_choice import AttentionChoice
 from mmtrain.runtime.execution.checkpointing import restore_checkpoint
 from mmtrain.runtime.execution.rank_context import RankContext

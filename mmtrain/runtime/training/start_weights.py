@@ -3,12 +3,11 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from rich.console import Console
-
 from mmtrain.checkpoint import find, open_newest_good
 from mmtrain.errors import MmtrainError, UserError, first_lines
 from mmtrain.models.shapes.model_shape import build_model_shape
 from mmtrain.recipe import Recipe
+from mmtrain.report.console import Console
 from mmtrain.runtime.execution.activity import Activity
 from mmtrain.runtime.execution.checkpointing import checkpoint_ranks
 from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, load_run_recipe
