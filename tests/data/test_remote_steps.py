@@ -43,6 +43,7 @@ from mmtrain.data.service.protocol import (
     decode_message,
     describe_differences,
     encode_message,
+    step_digest,
     step_facts,
 )
 from mmtrain.data.service.remote_steps import ProducerAccess, RemoteStepBuilder
@@ -262,6 +263,16 @@ def step_bytes(step: int) -> bytes:
     return b"".join(pack(FakeStepBuilder().build(request_of(step))).chunks)
 
 
+def made_step(step: int) -> Made:
+    """Return the message in front of a step's bytes."""
+    return Made(step, step_digest(request_of(step), FACTS, step_bytes(step)))
+
+
+def made_frames(step: int, content: bytes) -> list[bytes]:
+    """Return the frames of a step with these bytes, and the digest that belongs to them."""
+    return [*encode_message(Made(step, step_digest(request_of(step), FACTS, content))), content]
+
+
 @contextmanager
 def consuming(
     window: PrefetchWindow[StepData],
@@ -310,10 +321,10 @@ def test_a_trainer_requests_within_its_credit_and_confirms_steps(context: Socket
         trainer = puppet.welcome(credit=2)
         assert [puppet.hear()[1] for _ in range(2)] == [Want(request_of(0)), Want(request_of(1))]
         assert puppet.quiet()
-        puppet.say(trainer, Made(1), step_bytes(1))
+        puppet.say(trainer, made_step(1), step_bytes(1))
         assert puppet.hear()[1] == Got(1)
         assert puppet.hear()[1] == Want(request_of(2))
-        puppet.say(trainer, Made(0), step_bytes(0))
+        puppet.say(trainer, made_step(0), step_bytes(0))
         assert [window.take().meta.step for _ in range(2)] == [0, 1]
 
 
@@ -324,7 +335,7 @@ def test_a_trainer_requests_no_more_than_its_window(context: Sockets) -> None:
         trainer = puppet.welcome(credit=100)
         assert [puppet.hear()[1] for _ in range(2)] == [Want(request_of(0)), Want(request_of(1))]
         for step in (1, 0):
-            puppet.say(trainer, Made(step), step_bytes(step))
+            puppet.say(trainer, made_step(step), step_bytes(step))
             assert puppet.hear()[1] == Got(step)
         assert puppet.quiet()
         window.take()
@@ -334,10 +345,13 @@ def test_a_trainer_requests_no_more_than_its_window(context: Sockets) -> None:
 @pytest.mark.parametrize(
     ("frames", "why"),
     [
-        ([b"made", b'{"step":0}', b"\x80\x04junk"], "less than the start"),
-        ([b"made", b'{"step":5}', step_bytes(5)], "not requested"),
-        ([b"made", b'{"step":0}'], "2 frames"),
-        ([b"made", b'{"step":true}', b""], "expected int"),
+        (made_frames(0, b"\x80\x04junk"), "less than the start"),
+        (made_frames(5, step_bytes(5)), "not requested"),
+        (made_frames(0, b"")[:2], "2 frames"),
+        ([b"made", b'{"step":true,"digest":""}', b""], "expected int"),
+        ([*encode_message(made_step(0)), step_bytes(1)], "step 0 is another one, or its bytes changed on the way"),
+        ([*encode_message(Made(0, made_step(1).digest)), step_bytes(1)], "step 0 is another one"),
+        (made_frames(0, step_bytes(1)), "step 0 is another one"),
         ([b"pickle", b"{}"], "is not a message"),
         ([b"pong"], "is not a message"),
     ],
@@ -348,19 +362,25 @@ def test_a_producer_that_sends_nonsense_loses_its_steps_to_another(
     window = PrefetchWindow[StepData](0, 1)
     bad = Puppet(context)
     good = Puppet(context)
-    with consuming(window, bad, good) as notes:
+    clock_s = [0.0]
+    with consuming(window, bad, good, step_timeout_s=10.0, clock=lambda: clock_s[0]) as notes:
         trainer = bad.welcome(credit=1)
         assert bad.hear() == (trainer, Want(request_of(0)))
         good.welcome(credit=1)
-        bad.raw(trainer, *frames)
+        for _ in range(100):
+            bad.raw(trainer, *frames)
         other, message = good.hear_request(credit=1)
         assert message == Want(request_of(0))
-        good.say(other, Made(0), step_bytes(0))
+        good.say(other, made_step(0), step_bytes(0))
         assert window.take().meta.step == 0
+        assert bad.quiet(), "it is not asked again at once"
+        clock_s[0] = 10.0
         new, message = bad.hear()  # it connects again
         assert new != trainer
         assert isinstance(message, Hello)
-    assert [note for note in notes if "cannot be read" in note and why in note]
+    [note] = [note for note in notes if "cannot be read" in note]
+    assert why in note
+    assert note.endswith("it is tried again in 10 s")
 
 
 def test_a_silent_producer_is_given_up(context: Sockets) -> None:
@@ -385,24 +405,24 @@ def test_a_producer_that_answers_and_makes_nothing_loses_its_steps_and_is_tried_
         assert lazy.hear() == (first, Want(request_of(0)))
         other = good.welcome(credit=9)
         assert good.hear() == (other, Want(request_of(1)))
-        good.say(other, Made(1), step_bytes(1))
+        good.say(other, made_step(1), step_bytes(1))
         assert good.hear() == (other, Got(1))
         clock_s[0] = 0.3  # its step goes to the other one, and it is greeted anew
         assert good.hear() == (other, Want(request_of(0)))
-        good.say(other, Made(0), step_bytes(0))
+        good.say(other, made_step(0), step_bytes(0))
         assert good.hear() == (other, Got(0))
         again = lazy.welcome(credit=1)
         assert again != first
         assert [window.take().meta.step for _ in range(2)] == [0, 1]
         assert [good.hear()[1] for _ in range(2)] == [Want(request_of(2)), Want(request_of(3))]
         for step in (2, 3):
-            good.say(other, Made(step), step_bytes(step))
+            good.say(other, made_step(step), step_bytes(step))
             assert good.hear() == (other, Got(step))
         clock_s[0] = 0.6  # it gets one step to show that it works, and the other one builds that too
         assert window.take().meta.step == 2
         assert lazy.hear() == (again, Want(request_of(4)))
         assert good.hear() == (other, Want(request_of(4)))
-        lazy.say(again, Made(4), step_bytes(4))
+        lazy.say(again, made_step(4), step_bytes(4))
         assert lazy.hear() == (again, Got(4))
         assert [window.take().meta.step for _ in range(2)] == [3, 4]
     assert notes == [
@@ -423,7 +443,7 @@ def test_a_producer_that_cannot_read_its_data_hands_the_step_back(context: Socke
         other = good.welcome(credit=9)
         away.say(first, Failed(0, failure))
         assert good.hear() == (other, Want(request_of(0)))
-        good.say(other, Made(0), step_bytes(0))
+        good.say(other, made_step(0), step_bytes(0))
         assert window.take().meta.step == 0
     why = "cannot read its data (4 of 4 files cannot be read)"
     assert notes == [f"producer {away.address} {why}; it is tried again in 5 s; 1 steps go to others"]
@@ -517,7 +537,7 @@ def test_a_producer_builds_requested_steps(context: Sockets) -> None:
         assert trainer.ask(Hello({"train.seed": "1"}, 60.0)) == Refused("train.seed is 1 in the trainer and 0 here")
         assert trainer.ask(Hello(FACTS, 60.0)) == Welcome(2)
         assert trainer.ask(Ping()) == Pong()
-        assert trainer.ask(Want(request_of(10**6))) == Made(10**6)
+        assert trainer.ask(Want(request_of(10**6))) == made_step(10**6)
         assert unpack(StepData, trainer.frames[2]).meta.step == 10**6
 
 
@@ -525,13 +545,13 @@ def test_a_producer_holds_no_more_steps_than_its_credit(context: Sockets) -> Non
     with producing(FakeStepBuilder()) as (producer, _):
         first, second = (Dealer(context, producer.address) for _ in range(2))
         assert [trainer.ask(Hello(FACTS, 60.0)) for trainer in (first, second)] == [Welcome(2), Welcome(2)]
-        assert [first.ask(Want(request_of(step))) for step in range(2)] == [Made(0), Made(1)]
+        assert [first.ask(Want(request_of(step))) for step in range(2)] == [made_step(0), made_step(1)]
         second.socket.send_multipart(encode_message(Want(request_of(7))))
         assert [second.ask(Ping()) for _ in range(2)] == [Pong(), Pong()]  # the second one in a later turn of the loop
         assert producer._running == set(), "unconfirmed steps of the first trainer use up the credit"
         assert sum(len(trainer.sent) for trainer in producer._trainers.values()) == 2
         first.socket.send_multipart(encode_message(Got(0)))
-        assert second.hear() == Made(7)
+        assert second.hear() == made_step(7)
         first.socket.send_multipart(encode_message(Want(request_of(2))))
         assert first.ask(Want(request_of(3))) == Refused(
             "a message could not be read: step 3 is requested twice or beyond the credit of 2"
@@ -542,12 +562,12 @@ def test_a_killed_trainer_holds_no_credit(context: Sockets) -> None:
     with producing(FakeStepBuilder()) as (producer, notes):
         first, second = (Dealer(context, producer.address) for _ in range(2))
         assert [trainer.ask(Hello(FACTS, 60.0)) for trainer in (first, second)] == [Welcome(2), Welcome(2)]
-        assert [first.ask(Want(request_of(step))) for step in range(2)] == [Made(0), Made(1)]
+        assert [first.ask(Want(request_of(step))) for step in range(2)] == [made_step(0), made_step(1)]
         second.socket.send_multipart(encode_message(Want(request_of(7))))
         first.socket.close(linger=0)
         while (answer_to_second := second.hear()) == Pong():
             pass
-        assert answer_to_second == Made(7)
+        assert answer_to_second == made_step(7)
         while "is gone" not in notes.get(timeout=MAX_WAIT_S):
             pass
 

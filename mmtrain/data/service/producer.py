@@ -42,6 +42,7 @@ from mmtrain.data.service.protocol import (
     decode_message,
     describe_differences,
     encode_message,
+    step_digest,
     step_facts,
 )
 from mmtrain.data.stream.count_groups import count_groups
@@ -235,13 +236,14 @@ class Producer:
         self._running.discard(job)
         trainer, step = job
         state = self._trainers.get(trainer)
-        if state is None or state.requested.pop(step, None) is None:
+        request = None if state is None else state.requested.pop(step, None)
+        if state is None or request is None:
             return
         state.sent.add(step)
         if isinstance(result, StepFailure):
             self._send(trainer, Failed(step, result))
         else:
-            self._send(trainer, Made(step), result)
+            self._send(trainer, Made(step, step_digest(request, self._facts, result)), result)
 
     def _send(self, trainer: bytes, message: FromProducer, step_bytes: memoryview | None = None) -> None:
         frames: list[bytes | memoryview] = [trainer, *encode_message(message)]

@@ -8,6 +8,8 @@ A producer counts a step until the trainer confirms that it has received it. So 
 most. There is no pickle in either direction.
 """
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -78,9 +80,10 @@ class Refused:
 
 @dataclass(frozen=True)
 class Made:
-    """A step is built; it follows in wire format."""
+    """A step is built; it follows in wire format. `digest` is its `step_digest`."""
 
     step: int
+    digest: str
 
 
 @dataclass(frozen=True)
@@ -145,6 +148,18 @@ def step_facts(recipe: Recipe, index: DataIndex) -> dict[str, str]:
         "train.epochs is set": str(recipe.train.epochs is not None),  # then epochs end with steps
         **_flatten(select(recipe, "steps"), ""),
     }
+
+
+def step_digest(request: StepRequest, facts: Mapping[str, str], content: bytes | memoryview) -> str:
+    """Return a sum over what was requested, for which data and settings, and what was made of it.
+
+    By it a trainer notices bytes that changed on the way, and a step that was made for another request.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for text in (to_json(request), json.dumps(dict(facts), sort_keys=True)):
+        digest.update(f"{len(text)}:{text}".encode())
+    digest.update(content)
+    return digest.hexdigest()
 
 
 def describe_differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:

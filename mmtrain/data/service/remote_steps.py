@@ -33,6 +33,7 @@ from mmtrain.data.service.protocol import (
     Welcome,
     decode_message,
     encode_message,
+    step_digest,
 )
 from mmtrain.errors import DataError, StorageAwayError
 
@@ -77,7 +78,7 @@ class _Connection:
     address: str
     socket: zmq.Socket[bytes]
     monitor: zmq.Socket[bytes]
-    state: Literal["greeted", "up", "refused"] = "greeted"
+    state: Literal["greeted", "up", "refused", "silenced"] = "greeted"  # of "silenced" the sockets are closed
     was_up: bool = False  # at any time before, also over an earlier connection
     reason: str = ""  # why the producer refused
     is_handshake_reported: bool = False
@@ -119,8 +120,9 @@ class RemoteStepBuilder:
     A producer is lost when its connection breaks or it is silent for `timeout_s`. Its steps are released at once for
     other producers, and it gets requests again as soon as it answers. A producer that answers and makes no step for
     `step_timeout_s` loses its steps too. It is tried again with a step that others build as well, and gets requests as
-    before once it makes one. While there is no other producer, steps are built by worker processes of this machine: at
-    the start only after `timeout_s`, later immediately.
+    before once it makes one. So is one that sends what cannot be read, and its connection is closed until then. While
+    there is no other producer, steps are built by worker processes of this machine: at the start only after
+    `timeout_s`, later immediately.
     """
 
     def __init__(
@@ -244,8 +246,9 @@ class RemoteStepBuilder:
         for pipe in pipes:
             poller.register(pipe, zmq.POLLIN)
         for connection in self._connections.values():
-            poller.register(connection.socket, zmq.POLLIN)
-            poller.register(connection.monitor, zmq.POLLIN)
+            if connection.state != "silenced":
+                poller.register(connection.socket, zmq.POLLIN)
+                poller.register(connection.monitor, zmq.POLLIN)
         shortest_s = min(self._timeout_s, self._access.step_timeout_s)
         timeout_s = min(HANG_CHECK_INTERVAL_S, shortest_s / PINGS_PER_TIMEOUT)
         ready = dict(poller.poll(round(1000 * timeout_s)))
@@ -260,6 +263,10 @@ class RemoteStepBuilder:
                 step, content = received
                 self._window.put(step, unpack_result(step, content))
         for connection in list(self._connections.values()):
+            if connection.state == "silenced":
+                if now_s >= connection.stalls.retry_s:
+                    self._connect_again(connection)
+                continue
             self._read_messages(connection, now_s)
             if self._connections[connection.address] is connection:
                 self._check_alive(connection, now_s, disconnected=connection.monitor in ready)
@@ -275,7 +282,8 @@ class RemoteStepBuilder:
             try:
                 self._handle(connection, [frame.buffer for frame in frames], now_s)
             except WireError as error:
-                self._reconnect(connection, f"sent a message that cannot be read ({error})")
+                self._silence(connection, now_s, f"sent a message that cannot be read ({error})")
+                return
 
     def _handle(self, connection: _Connection, frames: list[memoryview], now_s: float) -> None:
         message = decode_message(frames)
@@ -315,7 +323,12 @@ class RemoteStepBuilder:
         if isinstance(message, Failed):
             result = unpack_result(message.step, message.failure)
         elif len(frames) == 3:
+            request = self._request_of(message.step)
+            if message.digest != step_digest(request, self._facts, frames[2]):
+                raise WireError(f"step {message.step} is another one, or its bytes changed on the way")
             result = unpack_result(message.step, frames[2])
+            if isinstance(result, StepData) and result.meta.step != message.step:
+                raise WireError(f"step {message.step} is another one")
         else:
             raise WireError(f"step {message.step} came in {len(frames)} frames")
         connection.steps.discard(message.step)
@@ -371,16 +384,32 @@ class RemoteStepBuilder:
         self._reconnect(connection, f"{why}; it is tried again in {pause_s:g} s")
         self._connections[connection.address].stalls = stalls
 
+    def _silence(self, connection: _Connection, now_s: float, why: str) -> None:
+        """Take the steps of a producer that sends nonsense, and hear nothing of it for a while."""
+        pause_s = connection.stalls.add(now_s, self._access.step_timeout_s)
+        self._notify(f"producer {connection.address} {why}; it is tried again in {pause_s:g} s")
+        self._disconnect(connection)
+        connection.state = "silenced"
+        self._window.release(connection.steps)
+        connection.steps.clear()
+        connection.tried_step = None
+
+    def _connect_again(self, connection: _Connection) -> None:
+        """Open a new connection to the producer of one that is closed."""
+        new = self._connect(connection.address)
+        new.was_up = connection.was_up
+        new.is_handshake_reported = connection.is_handshake_reported
+        new.stalls = connection.stalls
+        self._connections[connection.address] = new
+
     def _reconnect(self, connection: _Connection, why: str) -> None:
         """Release a producer's steps, and start over with a new connection to it."""
         if connection.state == "up":
             released = f"; {len(connection.steps)} steps go to others" if connection.steps else ""
             self._notify(f"producer {connection.address} {why}{released}")
         self._disconnect(connection)
-        new = self._connect(connection.address)
-        new.was_up = connection.was_up
-        new.is_handshake_reported = connection.is_handshake_reported
-        self._connections[connection.address] = new
+        connection.stalls = _Stalls()
+        self._connect_again(connection)
         self._window.release(connection.steps)
 
     def _disconnect(self, connection: _Connection, linger_ms: int = 0) -> None:
@@ -391,6 +420,8 @@ class RemoteStepBuilder:
     def _close(self) -> None:
         """Tell the producers, and end the workers of this machine, if there are any."""
         for connection in self._connections.values():
+            if connection.state == "silenced":
+                continue
             linger_ms = 0
             if connection.state == "up":
                 connection.send(Bye(), self._clock())
