@@ -32,6 +32,8 @@ class FileServer:
     has_ranges: bool = True
     token: str | None = None  # that requests must bear
     faults: list[str | int] = field(default_factory=list)  # of the next GET requests; a number is a status
+    redirects: dict[str, str] = field(default_factory=dict)  # path -> where it is
+    headers: list[dict[str, str]] = field(default_factory=list)  # of requests, by names in lower case
     requests: list[tuple[str, str, str | None]] = field(default_factory=list)  # method, path, range
     over: threading.Event = field(default_factory=threading.Event)
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -55,6 +57,7 @@ class _Handler(BaseHTTPRequestHandler):
         span = self.headers.get("Range")
         with self.files.lock:
             self.files.requests.append((self.command, self.path, span))
+            self.files.headers.append({name.lower(): value for name, value in self.headers.items()})
             fault = self.files.faults.pop(0) if body and self.files.faults else None
         if self.files.token is not None and self.headers.get("Authorization") != f"Bearer {self.files.token}":
             fault = 403
@@ -65,7 +68,9 @@ class _Handler(BaseHTTPRequestHandler):
         if fault in (DROP, STALL):
             self.close_connection = True
             return
-        if isinstance(fault, int):
+        if self.path in self.files.redirects:
+            self._send(302, b"", {"Location": self.files.redirects[self.path]})
+        elif isinstance(fault, int):
             self._send(fault, b"", {})
         elif "list-type=2" in address.query:
             self._send_bucket(path, parse_qs(address.query))

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from multiprocessing.connection import wait
 from pathlib import Path
 
+import fsspec
 import numpy as np
 import pytest
 
@@ -20,9 +21,17 @@ from mmtrain.data.loading.payload import PayloadNeed
 from mmtrain.data.loading.worker_pool import StepFailure, WorkerPool
 from mmtrain.data.media.images import read_image_size
 from mmtrain.data.media.media_bytes import Media
+from mmtrain.data.remote import remote_files
 from mmtrain.data.remote.block_cache import BlockCache
-from mmtrain.data.remote.locations import BLOCK_BYTES, RemoteSettings, RemoteStore, open_location, remote_store
-from mmtrain.data.remote.remote_files import FileVersion, RemoteFiles
+from mmtrain.data.remote.locations import (
+    BLOCK_BYTES,
+    RemoteSettings,
+    RemoteStore,
+    open_location,
+    remote_store,
+    trust_hosts,
+)
+from mmtrain.data.remote.remote_files import FileVersion, RemoteFiles, allow_redirects, redirect_hosts
 from mmtrain.errors import DataError, RemoteReadError
 from mmtrain.recipe.settings.data_settings import LimitSettings, SourceSettings
 from mmtrain.recipe.settings.schema import Recipe
@@ -42,6 +51,65 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FileServ
     with serve(folder) as files:
         yield files
     remote_store.cache_clear()
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path) -> Iterator[FileServer]:
+    """Another server, by another name of this machine, with one picture."""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "there.png").write_bytes(png())
+    with serve(tmp_path / "elsewhere") as files:
+        files.url = files.url.replace("127.0.0.1", "localhost")
+        yield files
+
+
+SECRETS = {"X-Api-Key": "secret", "Authorization": "Bearer secret", "Cookie": "secret"}
+
+
+@pytest.fixture
+def secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Headers that the user's own settings of `fsspec` add, in the two ways that there are."""
+    conf = {"headers": SECRETS, "client_kwargs": {"headers": {"X-Session": "secret"}}}
+    monkeypatch.setitem(fsspec.config.conf, "http", conf)
+    monkeypatch.setattr(remote_files, "_redirect_hosts", set())
+
+
+@pytest.mark.usefixtures("secrets")
+def test_a_redirect_to_another_host_is_refused(server: FileServer, elsewhere: FileServer) -> None:
+    server.redirects["/a.png"] = f"{elsewhere.url}/there.png"
+    with pytest.raises(RemoteReadError, match=r"/a.png: the server redirects to http://localhost:\d+; allowed: itself"):
+        open_location(f"{server.url}/a.png").read()
+    assert elsewhere.requests == []
+    assert len(server.requests) <= 2, "it is asked for size and version once or twice, and not again"
+
+
+@pytest.mark.usefixtures("secrets")
+@pytest.mark.parametrize("allowed", ["localhost", "*localhost"])
+def test_a_redirect_to_a_named_host_is_followed_without_secrets(
+    server: FileServer, elsewhere: FileServer, allowed: str
+) -> None:
+    server.redirects["/a.png"] = f"{elsewhere.url}/there.png"
+    allow_redirects([allowed])
+    assert open_location(f"{server.url}/a.png").read() == png()
+    assert all({name.lower() for name in SECRETS} < headers.keys() for headers in server.headers)
+    assert elsewhere.headers
+    assert [headers for headers in elsewhere.headers if "secret" in "".join(headers.values())] == []
+    assert elsewhere.ranges_of("there.png")[-1] is not None
+
+
+@pytest.mark.usefixtures("secrets")
+def test_a_redirect_on_the_same_server_is_followed_with_all_headers(server: FileServer) -> None:
+    (server.folder / "b.png").write_bytes(png())
+    server.redirects["/a.png"] = "/b.png"
+    assert open_location(f"{server.url}/a.png").read() == png()
+    assert all("x-api-key" in headers for headers in server.headers)
+
+
+def test_hosts_of_a_recipe_are_trusted(monkeypatch: pytest.MonkeyPatch, recipe: Callable[..., Recipe]) -> None:
+    monkeypatch.setattr(remote_files, "_redirect_hosts", set())
+    sources = [{"path": "https://One.example/a.json"}, {"path": "s3://bucket/a.tar"}, {"path": "here.json"}]
+    trust_hosts(recipe([], sources=sources, limits={"redirect_hosts": ["*.cdn.example"]}).data)
+    assert redirect_hosts() == {"one.example", "*.cdn.example"}
 
 
 def _write_all_formats(folder: Path) -> None:

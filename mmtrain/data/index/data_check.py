@@ -18,6 +18,7 @@ from mmtrain.data.media.item_readers import ITEM_READERS
 from mmtrain.data.media.media_bytes import BadMediaError, Media
 from mmtrain.data.media.sound_files import decode_sound
 from mmtrain.data.media.target_images import TargetImageReader
+from mmtrain.data.remote.locations import trust_hosts
 from mmtrain.data.text.load_tokenizer import load_recipe_tokenizer
 from mmtrain.errors import DataError
 from mmtrain.machine_limits import num_available_cores
@@ -84,6 +85,7 @@ def check_sources_for_recipe(
     `notify` is called while headers are read, and after that `progress` while media are decoded. Raises `DataError` if
     a source cannot be read at all, or if there are no samples.
     """
+    trust_hosts(recipe.data)
     tokenizer = load_recipe_tokenizer(recipe)
     for warning in tokenizer.warnings:
         notify(warning)

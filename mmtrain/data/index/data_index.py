@@ -45,6 +45,7 @@ from mmtrain.data.index.stated_lengths import read_stated_lengths
 from mmtrain.data.media.image_grids import MediumGrid, MediumItems
 from mmtrain.data.media.item_readers import tile_join
 from mmtrain.data.media.joined_tiles import FeatureMix, TileJoin, join_media
+from mmtrain.data.remote.locations import trust_hosts
 from mmtrain.data.text.cut_samples import features_of_cut
 from mmtrain.data.text.load_tokenizer import load_recipe_tokenizer
 from mmtrain.data.text.sample_tokenizer import ItemTenths, MediaFeatures, add_queries, split_videos
@@ -229,6 +230,7 @@ def build_index(recipe: Recipe, which: DataPart = "train", notify: NotifyCallbac
         RecipeError: every parameter of the model is frozen.
         TooManyBadSamples: the share of quarantined samples is above `data.max_bad_rate`.
     """
+    trust_hosts(recipe.data)
     sources = recipe.data.sources_of(which)
     if sources and sources[0].states_lengths:
         return _index_stated_lengths(recipe, sources)
@@ -356,6 +358,7 @@ def index_chosen(
     Returns also for each of them in order why it cannot be used; None: it is the next one of the index. Raises
     `DataError` if a source cannot be read.
     """
+    trust_hosts(recipe.data)
     alike = [source.model_copy(update={"weight": 1.0, "share": None}) for source in sources]
     tokenizer = load_recipe_tokenizer(recipe)
     spelled = SpelledTexts(tokenizer)

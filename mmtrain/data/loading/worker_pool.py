@@ -20,6 +20,7 @@ from mmtrain.data.loading.ipc import SharedStatus, create_memory_file, map_file,
 from mmtrain.data.loading.step_format import to_json, unpack
 from mmtrain.data.loading.storage_outage import ReadWatch, given_up
 from mmtrain.data.remote.locations import known_versions
+from mmtrain.data.remote.remote_files import redirect_hosts
 from mmtrain.errors import MmtrainError, RunError
 from mmtrain.system_calls import named_signals
 
@@ -99,7 +100,7 @@ class WorkerPool(Generic[Tag]):
         self._faults: Counter[int] = Counter()  # sample id -> crashes and hangs over its media
         self._last_check_s = clock()
         self._builder_file: int | None = create_memory_file(
-            [memoryview(pickle_for_process((builder, known_versions()), "loader workers"))]
+            [memoryview(pickle_for_process((builder, known_versions(), redirect_hosts()), "loader workers"))]
         )
         self._host: subprocess.Popen[bytes] | None = None
         self._deaths: Counter[Tag] = Counter()  # of workers, over each step

@@ -19,6 +19,7 @@ from mmtrain.data.loading.batch_builder import ReadMonitor, StepBuilder, StepReq
 from mmtrain.data.loading.ipc import SharedStatus, create_memory_file, map_file, receive_message, send_message
 from mmtrain.data.loading.step_format import from_json, pack
 from mmtrain.data.remote.locations import pin_versions
+from mmtrain.data.remote.remote_files import allow_redirects
 from mmtrain.errors import MmtrainError
 from mmtrain.printed_text import escape_output
 
@@ -33,8 +34,10 @@ def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     with open(int(sys.argv[2]), "rb") as file:
         builder: StepBuilder
-        builder, versions = pickle.load(file)  # safe: written by the trainer that started us, into its own memory
+        # Safe: written by the trainer that started us, into its own memory.
+        builder, versions, hosts = pickle.load(file)
     pin_versions(versions)
+    allow_redirects(hosts)
     run_host(control, builder)
 
 

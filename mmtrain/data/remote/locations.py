@@ -15,10 +15,12 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import BinaryIO
+from urllib.parse import urlsplit
 
 from mmtrain.data.remote.block_cache import BlockCache
-from mmtrain.data.remote.remote_files import FileVersion, RemoteFiles
+from mmtrain.data.remote.remote_files import FileVersion, RemoteFiles, allow_redirects
 from mmtrain.errors import DataError
+from mmtrain.recipe.settings.data_settings import DataSettings
 from mmtrain.recipe.settings.source_path import is_url
 
 CACHE_FOLDER_VARIABLE = "MMTRAIN_REMOTE_CACHE"
@@ -196,6 +198,13 @@ def remote_store() -> RemoteStore:
     settings = RemoteSettings.from_environment()
     files = RemoteFiles(settings.timeout_s, settings.attempts)
     return RemoteStore(files, BlockCache(settings.cache_folder, settings.cache_bytes))
+
+
+def trust_hosts(data: DataSettings) -> None:
+    """Let servers redirect to the hosts that a recipe names: those of its sources, and `data.limits.redirect_hosts`."""
+    places = [urlsplit(str(source.path)) for source in (*data.sources, *data.validation)]
+    hosts = [place.hostname for place in places if place.scheme in ("http", "https") and place.hostname]
+    allow_redirects([*data.limits.redirect_hosts, *hosts])
 
 
 def open_location(location: str) -> BinaryIO:

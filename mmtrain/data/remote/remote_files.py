@@ -5,9 +5,10 @@ are repeated after growing pauses. Every answer is checked against the version o
 """
 
 import asyncio
+import fnmatch
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -33,7 +34,11 @@ _PACKAGE_BY_PROTOCOL = {
     **dict.fromkeys(("abfs", "abfss", "az", "adl"), "adlfs"),
 }
 
+# Headers that another host needs, too. All others may hold credentials.
+_PUBLIC_HEADERS = ("accept", "accept-encoding", "host", "if-match", "range", "user-agent")
+
 T = TypeVar("T")
+_redirect_hosts: set[str] = set()  # that the recipes of this process name, in lower case
 
 
 class _PassingError(Exception):
@@ -46,6 +51,16 @@ class FileVersion:
 
     num_bytes: int
     tag: str  # ETag, generation or time of change, as the server states it; empty if it states none
+
+
+def allow_redirects(hosts: Iterable[str]) -> None:
+    """Let servers redirect to these hosts from now on; `*.` in front of one means all below it."""
+    _redirect_hosts.update(host.lower() for host in hosts)
+
+
+def redirect_hosts() -> frozenset[str]:
+    """Return the hosts that servers may redirect to, for another process to `allow_redirects`."""
+    return frozenset(_redirect_hosts)
 
 
 @dataclass(frozen=True)
@@ -121,6 +136,9 @@ class RemoteFiles:
             except (RemoteReadError, DataError):
                 raise
             except Exception as error:  # protocols have their own types
+                for cause in _causes(error):
+                    if isinstance(cause, RemoteReadError):
+                        raise cause from None
                 check_package_fits(error, "fsspec")
                 reason = _passing_reason(url, error)
         raise StorageAwayError(
@@ -135,7 +153,8 @@ def _file_system(url: str) -> Any:
     fsspec = require_package("fsspec", "remote", f"{url}: reading remote files")
     package = _PACKAGE_BY_PROTOCOL.get(protocol)
     try:
-        return fsspec.filesystem(protocol)
+        options = {"get_client": _guarded_client} if protocol in _HTTP else {}
+        return fsspec.filesystem(protocol, **options)
     except ImportError as error:
         install = "'mmtrain[remote]'" if protocol in _HTTP else package
         needed = f"the `{package}` package, which is not installed here: pip install {install}" if package else error
@@ -144,6 +163,36 @@ def _file_system(url: str) -> Any:
         raise DataError(
             f"{url}: unknown protocol {protocol}; allowed: https, s3, gs, hf and others of fsspec"
         ) from None
+
+
+async def _guarded_client(**options: Any) -> Any:
+    """Return a session of aiohttp that follows redirects to allowed hosts only, and without the user's headers."""
+    import aiohttp
+
+    trace = aiohttp.TraceConfig()
+    trace.on_request_redirect.append(_check_redirect)
+    return aiohttp.ClientSession(**{**options, "trace_configs": [*options.get("trace_configs", ()), trace]})
+
+
+async def _check_redirect(_session: Any, _context: Any, redirect: Any) -> None:
+    """Raise `RemoteReadError` for a redirect that is not allowed; remove headers that are for the first server."""
+    from yarl import URL
+
+    place = redirect.response.headers.get("Location") or redirect.response.headers.get("URI") or ""
+    target = redirect.url.join(URL(place))
+    if target.origin() == redirect.url.origin():
+        return
+    host = (target.host or "").lower()
+    is_allowed = any(fnmatch.fnmatchcase(host, pattern) for pattern in _redirect_hosts)
+    if not is_allowed or (redirect.url.scheme, target.scheme) == ("https", "http"):
+        raise RemoteReadError(
+            f"{redirect.url.origin()}{redirect.url.path}: the server redirects to {target.origin()}; allowed: itself, "
+            "hosts of the sources, and those that data.limits.redirect_hosts names, never from https to http. Name the "
+            "host there if you trust it"
+        )
+    for name in list(redirect.headers):
+        if name.lower() not in _PUBLIC_HEADERS:
+            del redirect.headers[name]
 
 
 def _list_anew(files: Any, url: str, timeout_s: float) -> Any:

@@ -159,6 +159,14 @@ class LimitSettings(Section):
         affects={"plan", "lengths", "steps"},
         description="Most members of a tar shard or rows of a Parquet file. Those beyond are quarantined.",
     )
+    redirect_hosts: tuple[Annotated[str, Field(pattern=r"^(\*\.)?[A-Za-z0-9.:_-]+$")], ...] = setting(
+        (),
+        affects=NOTHING,
+        added_later=True,
+        description="Hosts that a server of remote files may redirect to, besides those of the sources: "
+        "`cdn.example.com`, or `*.example.com` for all below it. They get none of the headers that were set for the "
+        "server.",
+    )
 
 
 class ImageSettings(Section):
