@@ -145,17 +145,17 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def take_lock(file: int, *, wait: bool) -> bool | None:
+def take_lock(file: int, *, wait: bool, shared: bool = False) -> bool | None:
     """Lock an open file against other processes until it is closed, also by the end of the process.
 
-    Return whether that worked: always, with `wait`; None where there are no locks.
+    Return whether that worked: always, with `wait`; None where there are no locks. Several processes may share a lock.
 
     flock, not fcntl's record locks: those are lost when any part of the process closes the file. File systems without
     locks answer in many ways (ENOLCK, ENOSYS, EOPNOTSUPP, EBADF, EPERM, EREMOTEIO, ...). Raises OSError for a disk that
     fails (EIO).
     """
     try:
-        is_locked = lock_open_file(file, wait=wait)
+        is_locked = lock_open_file(file, wait=wait, shared=shared)
     except BlockingIOError:
         return False
     except OSError as error:

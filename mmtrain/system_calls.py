@@ -43,15 +43,16 @@ def user_limit(what: Limit) -> int | None:
     return None if number == resource.RLIM_INFINITY else number
 
 
-def lock_open_file(file: int, *, wait: bool) -> bool:
+def lock_open_file(file: int, *, wait: bool, shared: bool = False) -> bool:
     """Lock an open file against other processes, as long as it is open; return whether it is locked.
 
-    Raises BlockingIOError if another process holds it and this one must not wait, and OSError for a file system without
-    locks.
+    Others may have it too if it is `shared` by all of them. Raises BlockingIOError if another process holds it and this
+    one must not wait, and OSError for a file system without locks.
     """
     if not _HAS_UNIX_MODULES:  # what needs one writer works without: a second process does the same work again
         return False
-    fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+    fcntl.flock(file, kind if wait else kind | fcntl.LOCK_NB)
     return True
 
 

@@ -10,6 +10,7 @@ from mmtrain.checkpoint import folders as layout
 from mmtrain.checkpoint import tensorfile
 from mmtrain.checkpoint.manifest import Manifest, Piece
 from mmtrain.checkpoint.rank_agreement import Ranks
+from mmtrain.checkpoint.readers import Hold, hold
 from mmtrain.checkpoint.storage import ProgressCallback, ignore_progress
 from mmtrain.checkpoint.tensor_pieces import Region, ShardSpec, overlap
 from mmtrain.checkpoint.verify_files import best_step_of, complete, read_manifest, verify_together
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 ChosenCheckpoint = Literal["newest", "best"] | int  # a number is a step
 NEWEST: Literal["newest"] = "newest"
 BEST: Literal["best"] = "best"
+_MAX_LISTINGS = 5  # of a run that removes checkpoints faster than they can be opened
 
 
 def open_newest_good(
@@ -39,10 +41,15 @@ def open_newest_good(
     than the first good one is of another format: to go on from an older one would lose steps without a word.
     """
     ranks = ranks or Ranks.alone()
-    folders = _list_together(root, ranks)
-    good = _first_good(folders, on_bad, ranks, progress, required_state)
-    if good is not None:
-        return good
+    folders: list[Path] = []
+    for _ in range(_MAX_LISTINGS):
+        folders = _list_together(root, ranks)
+        good = _first_good(folders, on_bad, ranks, progress, required_state)
+        if good is not None:
+            return good
+        # A run removes checkpoints while it saves others.
+        if not ranks.from_zero(f"listing the checkpoints in {root}", lambda of=folders: any(map(_is_gone, of))):
+            break
     if folders:
         raise CheckpointError(f"none of the {len(folders)} checkpoints in {root} is undamaged")
     raise CheckpointError(f"no checkpoint in {root}")
@@ -107,16 +114,22 @@ def _first_good(
 ) -> "Checkpoint | None":
     """Open the first of these checkpoints that is good, with all ranks; None if none is. See `open_newest_good`."""
     for folder in folders:
+        held = hold(folder)
         problems = verify_together(folder, ranks, progress)
         if not problems:
             manifest = read_manifest(folder)
             problems = [f"{layout.MANIFEST}: its state lacks {k!r}" for k in required_state if k not in manifest.state]
         if not problems:
-            return Checkpoint(folder, manifest, progress)
+            return Checkpoint(folder, manifest, progress, _held=[] if held is None else [held])
         _require_known_format(folder, problems)
-        if ranks.rank == 0:
+        if ranks.rank == 0 and not _is_gone(folder):
             on_bad(f"checkpoint {folder} is damaged and not used: {'; '.join(problems)}")
     return None
+
+
+def _is_gone(folder: Path) -> bool:
+    """Return whether a run has removed a checkpoint since it was listed."""
+    return not folder.exists()
 
 
 def _require_known_format(folder: Path, problems: Sequence[str]) -> None:
@@ -135,12 +148,14 @@ def _require_known_format(folder: Path, problems: Sequence[str]) -> None:
 class Checkpoint:
     """A verified checkpoint, from which pieces of tensors are read on demand.
 
-    Files are memory-mapped and stay open as long as the object lives, so a read costs only its own bytes.
+    Files are memory-mapped and stay open as long as the object lives, so a read costs only its own bytes. Nor does a
+    run remove the checkpoint before.
     """
 
     folder: Path
     manifest: Manifest
     _progress: ProgressCallback = field(default=ignore_progress, repr=False, compare=False)
+    _held: list[Hold] = field(default_factory=list, repr=False, compare=False)  # so that no run removes it
     _open: dict[int, Any] = field(default_factory=dict, repr=False, compare=False)  # rank -> safetensors handle
 
     @property
@@ -191,8 +206,9 @@ class Checkpoint:
         return tensor
 
     def close(self) -> None:
-        """Close the files; the next read opens them again."""
+        """Close the files, and let a run remove them; the next read opens them again."""
         self._open.clear()
+        self._held.clear()
 
     def _read(self, name: str, spec: ShardSpec) -> "torch.Tensor":
         for piece in self.manifest.tensors[name].pieces:

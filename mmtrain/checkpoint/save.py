@@ -11,6 +11,7 @@ from mmtrain.checkpoint import folders as layout
 from mmtrain.checkpoint import tensorfile
 from mmtrain.checkpoint.manifest import Manifest, join_pieces
 from mmtrain.checkpoint.rank_agreement import Ranks, describe
+from mmtrain.checkpoint.readers import removing
 from mmtrain.checkpoint.storage import (
     FileSum,
     LocalStorage,
@@ -168,7 +169,8 @@ def _retire(saved: Path, keep: int, ranks: Ranks, storage: Storage, run: SavingR
     """Remove all but the `keep` newest checkpoints and those of `_worth_keeping`, unless one of the newest is damaged.
 
     The newest is the one just `saved`. What claims to be of a later step is foreign, or was damaged when the run
-    resumed from an earlier one. It neither counts nor is removed: else removal would stop until the run is past it.
+    resumed from an earlier one. It neither counts nor is removed: else removal would stop until the run is past it. One
+    that is being read stays until a later save.
 
     Each checkpoint is hashed once more, at the save after its own, when reads come from the disk and no longer from the
     page cache; the others are only checked for completeness. A damaged one stops all removal until `keep` good ones are
@@ -197,7 +199,10 @@ def _retire(saved: Path, keep: int, ranks: Ranks, storage: Storage, run: SavingR
         for folder in old:
             # Rename first: a checkpoint that a crash left half removed would look complete.
             draft = layout.new_draft(root, run.run_id)
-            storage.rename(folder, draft)
+            with removing(folder) as may_remove:
+                if not may_remove:  # the next save finds it again
+                    continue
+                storage.rename(folder, draft)
             storage.remove(draft)
 
     # No rank may start the next save, or exit, while rank 0 is still removing or after it failed.

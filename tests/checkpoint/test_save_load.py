@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import multiprocessing
 import re
 import tempfile
 from itertools import pairwise
@@ -450,3 +451,52 @@ def test_a_newer_checkpoint_of_another_format_is_not_passed_over(root: Path) -> 
         open_chosen(root, 2, reports.append)
     assert reports == []
     assert open_chosen(root, 1, reports.append).step == 1
+
+
+def saved_steps(root: Path) -> list[int]:
+    return [int(folder.name.removeprefix("step-")) for folder in find(root)]
+
+
+def test_a_checkpoint_that_is_read_is_removed_later(root: Path) -> None:
+    save_alone(root, 1, keep=1)
+    first = open_newest_good(root, refuse)
+    save_alone(root, 2, keep=1)
+    assert saved_steps(root) == [2, 1]
+    assert torch.equal(first.read("llm.w", ShardSpec((4, 6))), weights(1))
+    second = open_newest_good(root, refuse)
+    first.close()
+    save_alone(root, 3, keep=1)
+    assert [int(folder.name.removeprefix("step-")) for folder in find(root)] == [3, 2], (
+        "two, which is read, and not one"
+    )
+    del second
+    save_alone(root, 4, keep=1)
+    assert saved_steps(root) == [4]
+
+
+@pytest.mark.slow  # 10 s
+def test_readers_beside_a_run_find_whole_checkpoints(root: Path) -> None:
+    """The run is another process: it saves again and again, and keeps one checkpoint."""
+    context = multiprocessing.get_context("fork")
+    over = context.Event()
+    save_alone(root, 1, keep=1)
+    run = context.Process(target=_save_until, args=(root, over))
+    run.start()
+    try:
+        seen = set()
+        while len(seen) < 15:
+            checkpoint = open_newest_good(root, refuse)
+            step = checkpoint.step
+            seen.add(step)
+            assert torch.equal(checkpoint.read("llm.w", ShardSpec((4, 6))), weights(step))
+    finally:
+        over.set()
+        run.join()
+    assert run.exitcode == 0
+
+
+def _save_until(root: Path, over: Any) -> None:
+    step = 2
+    while not over.is_set():
+        save_alone(root, step, keep=1)
+        step += 1
