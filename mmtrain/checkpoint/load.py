@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -48,7 +49,7 @@ def open_newest_good(
         if good is not None:
             return good
         # A run removes checkpoints while it saves others.
-        if not ranks.from_zero(f"listing the checkpoints in {root}", lambda of=folders: any(map(_is_gone, of))):
+        if not ranks.from_zero(f"listing the checkpoints in {root}", partial(_any_gone, folders)):
             break
     if folders:
         raise CheckpointError(f"none of the {len(folders)} checkpoints in {root} is undamaged")
@@ -125,6 +126,10 @@ def _first_good(
         if ranks.rank == 0 and not _is_gone(folder):
             on_bad(f"checkpoint {folder} is damaged and not used: {'; '.join(problems)}")
     return None
+
+
+def _any_gone(folders: Sequence[Path]) -> bool:
+    return any(map(_is_gone, folders))
 
 
 def _is_gone(folder: Path) -> bool:
