@@ -271,10 +271,10 @@ def apply_presets(tree: Node) -> Node:
     for path, presets in _sections_with_presets(tree):
         section = node_at(tree, path)
         name = node_at(section, ("preset",))
-        if section is None or name is None or name.value not in presets:
+        if section is None or name is None or not isinstance(name.value, str) or name.value not in presets:
             continue
         origin = replace(name.origin, source=f"{name.origin}, preset {name.value}", line=None)
-        preset = {key: to_node(value, origin) for key, value in presets[str(name.value)].settings.items()}
+        preset = {key: to_node(value, origin) for key, value in presets[name.value].settings.items()}
         settings = section.value if isinstance(section.value, dict) else {}
         filled = set_node(tree, path, replace(section, value={**preset, **settings}))
         assert isinstance(filled, Node)

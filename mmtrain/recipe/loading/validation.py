@@ -14,7 +14,13 @@ from pydantic.fields import FieldInfo
 from mmtrain.recipe.loading import json_schema
 from mmtrain.recipe.loading.other_trainers import name_here
 from mmtrain.recipe.raw_tree import KeyPath, Node, Problem, dotted_path, nearest_node, to_plain
-from mmtrain.recipe.settings.base import Section, holds_named_sections, named_section_type, section_types
+from mmtrain.recipe.settings.base import (
+    Section,
+    holds_listed_sections,
+    holds_named_sections,
+    named_section_type,
+    section_types,
+)
 from mmtrain.recipe.settings.schema import Recipe
 
 PydanticError = dict[str, Any]  # one entry of `ValidationError.errors()`
@@ -76,13 +82,14 @@ class _PartialSection:
             return field.default
         value = self._raw[name]
         kinds = section_types(field.annotation)
-        if kinds and isinstance(value, dict):
+        is_list = holds_listed_sections(field.annotation)
+        if kinds and isinstance(value, dict) and not is_list:
             if holds_named_sections(field.annotation):
                 return {key: self._named(field, path, key, child) for key, child in value.items()}
             return _PartialSection(kinds[0], value, self._invalid, path)
         if any(keys[: len(path)] == path for keys in self._invalid):
             raise SettingUnavailableError(path)
-        if kinds and isinstance(value, list):
+        if is_list and isinstance(value, list):
             return [_PartialSection(kinds[0], item, self._invalid, (*path, i)) for i, item in enumerate(value)]
         return value
 
@@ -142,7 +149,7 @@ def _problem(error: PydanticError, tree: Node) -> Problem:
     if kind in ("too_short", "too_long"):
         return Problem(keys, f"{error['msg']}; allowed: {allowed}", node.origin)
     names = [name for branch in schema.get("anyOf", [schema]) for name in json_schema.named_values(branch)]
-    closest = get_close_matches(str(node.value), names, n=1)
+    closest = get_close_matches(str(node.value), map(str, names), n=1)
     hint = f"; did you mean {closest[0]}?" if closest else ""
     return Problem(keys, f"found {_describe_value(node)}, allowed: {allowed}{hint}", node.origin)
 

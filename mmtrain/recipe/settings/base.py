@@ -101,6 +101,11 @@ def holds_named_sections(annotation: object) -> bool:
     return get_origin(annotation) is dict and bool(section_types(annotation))
 
 
+def holds_listed_sections(annotation: object) -> bool:
+    """Return whether a field of this type holds a list of sections."""
+    return get_origin(annotation) is tuple and bool(section_types(annotation))
+
+
 def named_section_type(annotation: object, value: object) -> type[Section] | None:
     """Return which section the plain `value` stands for, of those that a field of this type may hold by name.
 
