@@ -1,6 +1,5 @@
 """The cost table: measured seconds and bytes of layers and messages on one kind of hardware, stored as JSON."""
 
-import json
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -18,6 +17,7 @@ from mmtrain.costs.table_contradictions import (
     require_same_passes,
 )
 from mmtrain.errors import PlanError
+from mmtrain.foreign_json import parse_json
 from mmtrain.models.shapes.model_shape import LayerShape
 from mmtrain.version import __version__
 from mmtrain.written_by import WRITTEN_BY, describe_other_format
@@ -318,7 +318,7 @@ class CostTable(_Frozen):
 def _require_readable(text: str, where: str) -> None:
     """Raise PlanError for a table of another format; what is no JSON object is left to validation."""
     try:
-        raw = json.loads(text)
+        raw = parse_json(text)
     except ValueError:
         return
     if isinstance(raw, dict) and raw.get("version", COST_TABLE_VERSION) != COST_TABLE_VERSION:

@@ -27,6 +27,7 @@ from mmtrain.families.registry import ENCODER_FAMILIES, FAMILIES, GENERATOR_FAMI
 from mmtrain.families.stored_tensors import StoredWeight, are_equal, read_headers
 from mmtrain.families.video_processors import read_video_settings
 from mmtrain.families.weight_layouts import respell
+from mmtrain.foreign_json import parse_json
 
 PICKLED_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 _TEXT_SECTIONS = ("thinker_config", "text_config")
@@ -129,7 +130,7 @@ def _config_bytes(path: Path) -> bytes:
 def _parse(path: Path, content: bytes) -> ModelFolder:
     config_path = path / CONFIG_FILE
     try:
-        config = json.loads(content)
+        config = parse_json(content)
     except ValueError as error:
         raise ModelFolderError(f"{config_path} is no JSON: {error}") from None
     if not isinstance(config, dict):

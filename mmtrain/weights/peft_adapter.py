@@ -1,6 +1,5 @@
 """A folder that holds an adapter in the form of `peft`: which matrices it has for which of our weights."""
 
-import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from mmtrain.errors import ModelFolderError, first_lines
 from mmtrain.families import ParameterSource
 from mmtrain.families.stored_tensors import read_header
+from mmtrain.foreign_json import parse_json
 from mmtrain.models.shapes.layer_shape import is_of_expert
 from mmtrain.weights.expert_adapters import (
     EXPERT_TENSORS,
@@ -105,7 +105,7 @@ def open_adapter(folder: Path, sources: Iterable[ParameterSource]) -> PeftAdapte
 def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG_NAME
     try:
-        config = json.loads(path.read_bytes())
+        config = parse_json(path.read_bytes())
         if not isinstance(config, dict):
             raise ValueError("it holds no mapping")
     except (OSError, ValueError) as error:

@@ -13,10 +13,10 @@ from typing import Any
 import yaml
 
 from mmtrain.data.formats.bad_sample import BadSampleError
-from mmtrain.data.formats.json_files import parse_json
 from mmtrain.data.formats.layouts import caption_to_conversation
 from mmtrain.data.media.media_bytes import TarMember
 from mmtrain.errors import DataError
+from mmtrain.foreign_json import parse_json
 
 META_FOLDER = ".nv-meta"
 DEFAULT_SPLIT = "train"

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Iterator
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from mmtrain.data.formats.bad_sample import BadSampleError
 from mmtrain.data.formats.conversation import MediaResolver, build_sample, entry_id
@@ -21,6 +21,7 @@ from mmtrain.data.media.data_urls import read_url_head
 from mmtrain.data.media.media_bytes import InlineMedia, Media
 from mmtrain.data.remote.locations import open_location
 from mmtrain.errors import DataError
+from mmtrain.foreign_json import parse_json
 from mmtrain.recipe.settings.source_path import SourcePath
 
 JSON_LINES_SUFFIXES = (".jsonl", ".ndjson")
@@ -85,14 +86,6 @@ def read_json(
         raise DataError(f"{path}: no such file") from None
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from None
-
-
-def parse_json(text: bytes) -> Any:
-    """Parse JSON in UTF-8. Raises `ValueError` for every fault, also for bombs of brackets or digits."""
-    try:
-        return json.loads(text.decode("utf-8-sig"))
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
 
 
 def _read_list(path: SourcePath, file: BinaryIO) -> Iterator[JsonElement]:

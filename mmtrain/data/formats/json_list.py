@@ -122,6 +122,8 @@ class _Scanner:
                     raise self.fault(reason, error.pos) from None
             except RecursionError:
                 raise self.fault("nested too deeply") from None
+            except ValueError as error:  # of a number with thousands of digits
+                raise self.fault(str(error)) from None
             else:
                 is_near_end = len(self._text) - end < _LONGEST_TOKEN
                 if self._is_whole or not is_near_end or not isinstance(value, int | float):  # a number: 1 of 1.5e3

@@ -20,7 +20,6 @@ from mmtrain.data.formats.bad_sample import BadSampleError
 from mmtrain.data.formats.conversation import build_sample, entry_id
 from mmtrain.data.formats.describe_entry import PREFERENCE_KEYS, describe_preference, describe_unknown
 from mmtrain.data.formats.entry_messages import is_document
-from mmtrain.data.formats.json_files import parse_json
 from mmtrain.data.formats.layout_table import LAYOUT_KEYS, LIST_KEYS, MEDIA_KIND_BY_KEY, EntryFormat
 from mmtrain.data.formats.layouts import caption_to_conversation
 from mmtrain.data.formats.sample import Quarantined, Sample
@@ -31,6 +30,7 @@ from mmtrain.data.media.parquet_cells import ARROW_SUFFIX, PARQUET_BATCH_ROWS, A
 from mmtrain.data.optional_packages import check_package_fits
 from mmtrain.data.remote.locations import open_location
 from mmtrain.errors import DataError, RemoteReadError
+from mmtrain.foreign_json import parse_json
 from mmtrain.recipe.settings.data_settings import LimitSettings
 from mmtrain.recipe.settings.source_columns import OTHER_ENTRY_KEYS
 from mmtrain.recipe.settings.source_path import SourcePath

@@ -10,6 +10,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from mmtrain.foreign_json import parse_json
+
 # Of a turn, beside its role and text: what templates read.
 _OTHER_FIELDS = ("name", "tool_call_id", "reasoning_content")
 _THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")  # of DeepSeek and Qwen; OpenRouter; Ollama
@@ -82,8 +84,8 @@ def _with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
 
 def _parsed(text: str, key: str) -> Any:
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
+        return parse_json(text)
+    except ValueError as error:
         raise BadToolsError(f"has `{key}` that are not valid JSON: {error}") from None
 
 

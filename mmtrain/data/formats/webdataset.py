@@ -15,7 +15,7 @@ from typing import Any
 from mmtrain.data.formats.bad_sample import BadSampleError
 from mmtrain.data.formats.conversation import MediaResolver, build_sample, entry_id, references_media
 from mmtrain.data.formats.energon import EnergonDataset
-from mmtrain.data.formats.json_files import may_hold_data_urls, parse_json, resolve_data_urls
+from mmtrain.data.formats.json_files import may_hold_data_urls, resolve_data_urls
 from mmtrain.data.formats.json_list import MAX_ENTRY_BYTES
 from mmtrain.data.formats.layout_table import ANY_FORMAT, EntryFormat
 from mmtrain.data.formats.layouts import caption_to_conversation
@@ -23,6 +23,7 @@ from mmtrain.data.formats.sample import Quarantined, Sample
 from mmtrain.data.formats.tar_members import BadTarMember, read_tar_members
 from mmtrain.data.media.media_bytes import Media, TarMember
 from mmtrain.errors import DataError
+from mmtrain.foreign_json import parse_json
 from mmtrain.recipe.settings.data_settings import LimitSettings
 from mmtrain.recipe.settings.source_path import SourcePath
 

@@ -3,7 +3,6 @@
 A folder may have a chat template of its own for conversations with tools, as transformers uses it: `ToolUseTokenizer`.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +27,7 @@ from mmtrain.families.folder_files import CONFIG_FILE
 from mmtrain.families.model_folder import find_family
 from mmtrain.families.processor_files import read_processor
 from mmtrain.families.video_processors import VIDEO_TYPE_KEY
+from mmtrain.foreign_json import parse_json
 from mmtrain.recipe.settings.schema import Recipe
 from mmtrain.recipe.settings.text_settings import SpecialTokenSettings, ThoughtSettings
 
@@ -96,7 +96,7 @@ def _family(path: Path) -> Family | None:
     """Return the family of a folder's model; None if the folder holds no model of a known one."""
     config_path = path / CONFIG_FILE
     try:
-        config = json.loads(config_path.read_text(encoding="utf-8"))
+        config = parse_json(config_path.read_bytes())
         return find_family(config, config_path) if isinstance(config, dict) else None
     except (FileNotFoundError, ModelFolderError):
         return None

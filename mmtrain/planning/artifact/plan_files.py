@@ -1,12 +1,12 @@
 """Read a plan file, and reject one that belongs to another recipe, cluster or version, or does not suit the model."""
 
-import json
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from mmtrain.costs.find_hardware import is_same_hardware
 from mmtrain.errors import PlanError
+from mmtrain.foreign_json import parse_json
 from mmtrain.planning.artifact.plan import PLAN_VERSION, Plan
 from mmtrain.program.ir.graph import LLM
 from mmtrain.recipe.checks.context_checks import check_context_parallelism
@@ -26,7 +26,7 @@ def load_plan(path: Path) -> Plan:
         PlanError: the file is missing, damaged, or of another format; then the message has the version that wrote it.
     """
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = parse_json(path.read_bytes())
     except OSError as error:
         raise PlanError(f"{path}: cannot read the plan ({error.strerror}); {REPLAN_HINT}") from error
     except ValueError as error:
