@@ -4,7 +4,6 @@ Since version 5 one file holds the processors of all media, each under a key of 
 their own that older versions wrote, which stay in a folder that is saved again.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 from mmtrain.errors import ModelFolderError
 from mmtrain.families.folder_files import IMAGE_PROCESSOR_FILE, PROCESSOR_FILE, VIDEO_PROCESSOR_FILE
+from mmtrain.foreign_json import parse_json
 
 # By medium: its keys in the file of all media, and the files of its own, in the order in which they are looked for.
 _PLACES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -67,7 +67,7 @@ def read_joint_file(folder: Path) -> Mapping[str, Any]:
 
 def _read(path: Path) -> Mapping[str, Any] | None:
     try:
-        content = json.loads(path.read_bytes())
+        content = parse_json(path.read_bytes())
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:

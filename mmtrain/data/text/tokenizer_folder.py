@@ -214,13 +214,19 @@ def _end_ids(path: Path, tokenizer: Tokenizer, named_tokens: Mapping[str, str]) 
         end_id = tokenizer.token_to_id(named_tokens.get("eos_token", ""))
         return frozenset() if end_id is None else frozenset({end_id})
     listed = ids if isinstance(ids, list) else [ids]
-    bad = [token_id for token_id in listed if type(token_id) is not int or tokenizer.id_to_token(token_id) is None]
+    bad = [token_id for token_id in listed if _token_of(tokenizer, token_id) is None]
     if bad:
         raise DataError(
             f"data.tokenizer: {path / GENERATION_FILE}: `eos_token_id` is {ids}, but {TOKENIZER_FILE} has no token "
             f"with the id {bad[0]}"
         )
     return frozenset(listed)
+
+
+def _token_of(tokenizer: Tokenizer, token_id: object) -> str | None:
+    """Return the token with an id that a file names; None for what is no id of the vocabulary."""
+    is_possible = type(token_id) is int and 0 <= token_id < 1 << 32  # the type of the library's ids
+    return tokenizer.id_to_token(token_id) if is_possible else None
 
 
 def _media_tokens(
@@ -230,7 +236,7 @@ def _media_tokens(
     tokens: dict[MediaKind, str] = {}
     for kind in get_args(MediaKind):
         token_id = _media_token_id(model, kind)
-        by_id = None if token_id is None else tokenizer.id_to_token(token_id)
+        by_id = _token_of(tokenizer, token_id)
         token = by_id or named_tokens.get(f"{kind}_token")
         if token_id is not None and by_id is None:
             raise DataError(
