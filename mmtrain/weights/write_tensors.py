@@ -16,7 +16,7 @@ from mmtrain.errors import UserError, writing
 from mmtrain.families import ParameterSource
 from mmtrain.families.weight_layouts import sources_by_tensor
 from mmtrain.models.shapes.layer_shape import LoraShape
-from mmtrain.weights.adapters import adapter_names, merge_adapter, read_parameter
+from mmtrain.weights.adapters import adapter_names, memberships_of, merge_adapter, read_parameter
 from mmtrain.weights.folder_tensors import FolderTensors
 
 if TYPE_CHECKING:
@@ -145,7 +145,8 @@ class WeightReader:
             lora = self._adapted.get(source.name)
             if lora is not None:
                 a, b = (read_parameter(self._checkpoint, name) for name in adapter_names(source.name))
-                weight = merge_adapter(weight, a, b, lora.scale)
+                of_parts = memberships_of(lora, source.name, tuple(weight.shape[:-1]))
+                weight = merge_adapter(weight, a, b, lora, of_parts)
             self._parameter = (source.name, weight)
         return self._parameter[1]
 
