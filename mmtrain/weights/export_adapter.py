@@ -136,6 +136,25 @@ def export_adapter(
     Raises UserError for a run without adapters, with other trained weights or without `model.hf`, for one whose weights
     are not those of that folder, and for an `out` that exists or cannot be written; ModelFolderError; CheckpointError.
     """
+    folder, modules = check_adapter(recipe)
+    require_new(out)
+    _require_base_of_folder(recipe, build_model_shape(recipe), checkpoint)
+    torch_name = TORCH_NAMES[dtype or "fp32"]
+    entries = [entry for module in modules for entry in _entries(module, torch_name)]
+    with draft_folder(out, "adapter", further_files) as draft:
+        LocalStorage().write(draft / WEIGHTS_NAME, _chunks(entries, modules, checkpoint, torch_name))
+        config = _config(recipe, folder.path, modules)
+        (draft / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    num_bytes = sum(entry.num_bytes for entry in entries)
+    notes = differing_processors(folder, media_settings(recipe))
+    return ExportedFolder(out, checkpoint.step, 1, num_bytes, (torch_name,), notes)
+
+
+def check_adapter(recipe: Recipe) -> tuple[ModelFolder, list[_Adapted]]:
+    """Return the folder that the adapters of a run are for, and what has them there.
+
+    Raises UserError as `export_adapter` does for what no checkpoint can change; ModelFolderError.
+    """
     shape = build_model_shape(recipe)
     _require_adapters_only(recipe, shape)
     folder = source_folder(recipe)
@@ -149,8 +168,6 @@ def export_adapter(
             f"--adapter: the run has {recipe.model.llm.vocab} tokens, more than {folder.path}, and an adapter's folder "
             "does not hold the rows of new ones; leave --adapter out to export the model with the adapters merged"
         )
-    require_new(out)
-    _require_base_of_folder(recipe, shape, checkpoint)
     modules = _adapted_modules(list(folder.family.weights(folder.settings)), adapted_weights(shape))
     unnamed = [
         module.module
@@ -162,15 +179,7 @@ def export_adapter(
             f"--adapter: {unnamed[0]} is a bare matrix in folders of this family, on which no adapter can be "
             "loaded; leave --adapter out to export the model with the adapters merged"
         )
-    torch_name = TORCH_NAMES[dtype or "fp32"]
-    entries = [entry for module in modules for entry in _entries(module, torch_name)]
-    with draft_folder(out, "adapter") as draft:
-        LocalStorage().write(draft / WEIGHTS_NAME, _chunks(entries, modules, checkpoint, torch_name))
-        config = _config(recipe, folder.path, modules)
-        (draft / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    num_bytes = sum(entry.num_bytes for entry in entries)
-    notes = differing_processors(folder, media_settings(recipe))
-    return ExportedFolder(out, checkpoint.step, 1, num_bytes, (torch_name,), notes)
+    return folder, modules
 
 
 def _require_adapters_only(recipe: Recipe, shape: ModelShape) -> None:

@@ -1,5 +1,6 @@
 """Adapters on query, key and value apart, and on gate and up: gradients, exports and starts against `peft`."""
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ QUERY_AND_VALUE = ("llm.*.linear_q", "llm.*.linear_v", "llm.*.linear_fc1_up")
 JOINT = ("llm.*.linear_*",)
 ALL_MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 TARGETS = {ALL: ALL_MODULES, QUERY_AND_VALUE: ["q_proj", "v_proj", "up_proj"]}
-MODELS = {"qwen2": qwen2, "llama": partial(llama, num_hidden_layers=2)}
+MODELS: dict[str, Callable[[], nn.Module]] = {"qwen2": qwen2, "llama": partial(llama, num_hidden_layers=2)}
 
 
 def adapted(folder: Path, targets: tuple[str, ...], **more: Any) -> Recipe:
@@ -99,13 +100,13 @@ def as_peft(values: dict[str, Tensor], targets: tuple[str, ...], heads: tuple[in
             rows = dict(zip(apart[linear], b, strict=True))
             home = "mlp"
         else:
-            groups = b.unflatten(0, (kv_heads, -1))
+            groups = b.view(kv_heads, -1, b.shape[1])
             width = (groups.shape[1] - query_rows) // 2
-            split = groups.split([query_rows, width, width], dim=1)
+            split = torch.split(groups, [query_rows, width, width], dim=1)
             rows = {part: of_part.flatten(0, 1) for part, of_part in zip(apart[linear], split, strict=True)}
             home = "self_attn"
         present = [part for part in apart[linear] if f"{part}_proj" in TARGETS[targets]]
-        for part, of_part in zip(present, a.split(4), strict=True):
+        for part, of_part in zip(present, torch.split(a, 4), strict=True):
             named[f"{prefix}.{home}.{part}_proj.lora_A.weight"] = of_part
             named[f"{prefix}.{home}.{part}_proj.lora_B.weight"] = rows[part]
     return named
@@ -130,10 +131,11 @@ def test_an_adapter_of_peft_goes_on_with_its_loss_and_gradients(
     stage = stage_from(recipe, weights)
     assert_equal_on_two_ranks(stage, weights)
     inputs = text(*LENGTHS, vocab=VOCAB)
+    assert inputs.ids is not None
     loss, expected = stage(None, inputs), loss_of(theirs, inputs)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     loss.backward()
-    expected.backward()
+    torch.autograd.backward(expected)
     gradients = {
         spec.name: param.grad.view(spec.full_shape)
         for spec, param in zip(specs_of(stage).values(), stage.parameters(), strict=True)
@@ -163,6 +165,7 @@ def test_merged_and_exported_the_adapters_are_ours(
         done = run_mmtrain("export", run, "--out", tmp_path / options[0], *options[1:])
         assert done.returncode == 0, done.stderr
     inputs = text(*LENGTHS, vocab=VOCAB)
+    assert inputs.ids is not None
     with torch.no_grad():
         ours = stage_logits(stage, None, inputs)[:, : recipe.model.llm.vocab]
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
@@ -178,7 +181,8 @@ def test_merged_and_exported_the_adapters_are_ours(
     assert again.num_merged == 0
     started = dict(stage_from(recipe, again).named_parameters())
     held = targets == QUERY_AND_VALUE
-    for parameter, before in stage.named_parameters():
+    for parameter, param in stage.named_parameters():
+        before = param.detach()
         if held and parameter.endswith("lora.b"):  # rows of parts without an adapter are not written
             before = before * (started[parameter] != 0)
         assert torch.equal(started[parameter], before), parameter
@@ -203,6 +207,7 @@ def test_what_goes_on_and_what_is_merged_computes_the_same(
     weights = open_adapted(with_train(recipe, init_from=tmp_path / "adapter"))
     assert weights.num_merged == num_merged
     inputs = text(*LENGTHS, vocab=VOCAB)
+    assert inputs.ids is not None
     with torch.no_grad():
         ours = stage_logits(stage_from(recipe, weights), None, inputs)[:, : recipe.model.llm.vocab]
     torch.testing.assert_close(ours, logits_of(theirs, inputs.ids), rtol=0, atol=1e-4)
@@ -221,6 +226,7 @@ def test_a_run_starts_from_one_with_parts_whatever_its_adapters_are(
     assert weights.differing_names == []
     second = stage_from(recipe, weights)
     inputs = text(*LENGTHS, vocab=VOCAB)
+    assert inputs.ids is not None
     with torch.no_grad():
         torch.testing.assert_close(
             stage_logits(second, None, inputs), stage_logits(first, None, inputs), rtol=0, atol=1e-4
@@ -241,6 +247,7 @@ def test_a_gated_attention_has_the_gates_with_the_queries(tmp_path: Path, run_mm
     done = run_mmtrain("export", run, "--out", tmp_path / "adapter", "--adapter")
     assert done.returncode == 0, done.stderr
     inputs = text(*LENGTHS, vocab=VOCAB)
+    assert inputs.ids is not None
     with torch.no_grad():
         ours = stage_logits(stage, None, inputs)[:, : recipe.model.llm.vocab]
     theirs = PeftModel.from_pretrained(AutoModelForImageTextToText.from_pretrained(folder), tmp_path / "adapter")

@@ -413,9 +413,17 @@ class TrainSettings(Section):
     init_from: Path | None = setting(
         None,
         affects=NOTHING,
-        description="The folder of another run, whose newest good checkpoint gives the weights to start from, or that "
-        "of an adapter in the form of `peft` for `model.hf`. The optimizer and the data start anew. Relative paths "
-        "start at the recipe's folder. Default: the weights of `model.hf`, or random ones.",
+        description="The folder of another run, whose newest good checkpoint gives the weights to start from, that of "
+        "an adapter in the form of `peft` for `model.hf`, or one of torch.distributed.checkpoint (DCP) with the names "
+        "of the Hugging Face folder. The optimizer and the data start anew. Relative paths start at the recipe's "
+        "folder. Default: the weights of `model.hf`, or random ones.",
+    )
+    init_optimizer: bool = setting(
+        False,
+        affects=NOTHING,
+        added_later=True,
+        description="Also start the optimizer from the DCP folder in `init_from`: master weights, moments and the "
+        "number of updates. The learning-rate schedule and the data start anew.",
     )
     freeze: tuple[str, ...] = setting(
         (),
