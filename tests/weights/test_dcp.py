@@ -1,4 +1,4 @@
-"""Folders of torch.distributed.checkpoint: read by torch, read from torch and torchtitan's form, and refused."""
+"""Folders of torch.distributed.checkpoint: read by torch, read from what torch saved, and refused."""
 
 import os
 import pickle
@@ -139,7 +139,7 @@ class _Nested(nn.Module):
         self.model = model
 
 
-@pytest.mark.parametrize("form", ["model and optim", "bare, as torchtitan", "wrapped"])
+@pytest.mark.parametrize("form", ["model and optim", "bare", "wrapped"])
 @pytest.mark.parametrize("name", ["qwen2", pytest.param("llama", marks=pytest.mark.slow)])
 def test_what_torch_saved_of_a_model_of_transformers_starts_a_run(name: str, form: str, tmp_path: Path) -> None:
     model = MODELS[name]()
@@ -151,7 +151,7 @@ def test_what_torch_saved_of_a_model_of_transformers_starts_a_run(name: str, for
     optimizer = torch.optim.AdamW(model.parameters(), fused=False)
     forms = {
         "model and optim": {"model": model.state_dict(), "optim": optimizer.state_dict()},
-        "bare, as torchtitan": model.state_dict() | {"train_state": torch.tensor(3), "lr_scheduler": {"last": 3}},
+        "bare": model.state_dict() | {"train_state": torch.tensor(3), "lr_scheduler": {"last": 3}},
         "wrapped": _Nested(model).state_dict(),
     }
     writer = FileSystemWriter(tmp_path / "dcp", single_file_per_rank=form != "wrapped")
