@@ -5,15 +5,14 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Literal
 
-from mmtrain.api.model_card import CARD_FILE, model_card
-from mmtrain.durable_files import disk_errors_named, write_whole
 from mmtrain.recipe import Recipe
+from mmtrain.recipe.settings.train_settings import ExportedPart
 
 if TYPE_CHECKING:
     from mmtrain.checkpoint import ChosenCheckpoint
     from mmtrain.weights import ExportDtype, ExportedFolder
 
-ExportedPart = Literal["model", "adapter", "generator"]
+ExportFormat = Literal["hf", "dcp"]
 
 
 def export_run(
@@ -23,6 +22,7 @@ def export_run(
     dtype: "ExportDtype | None" = None,
     part: ExportedPart = "model",
     warn: Callable[[str], None] = print,
+    format: ExportFormat = "hf",
 ) -> "tuple[ExportedFolder, list[str]]":
     """Write a checkpoint of a run as a folder of transformers, peft or diffusers, with a card (`README.md`).
 
@@ -35,26 +35,37 @@ def export_run(
         dtype: of the stored weights; by default as in the folder that the run started from, else fp32.
         part: the model without a generator, the adapters of `train.lora` alone, or the image generator alone.
         warn: hears of checkpoints that are damaged.
+        format: `hf`; or `dcp`: weights and optimizer as the checkpoint holds them, for torch.distributed.checkpoint.
+            Then `dtype` and `part` stay as they are, and there is no card.
 
     Raises:
         UserError: `run` is no run, `out` exists, or the model has no such part.
         CheckpointError: no checkpoint is good, none is of that step, or none is known to be the best.
     """
-    from mmtrain.checkpoint import open_chosen
-    from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, load_run_recipe
-    from mmtrain.weights import export_adapter, export_folder, export_generator
+    from mmtrain.runtime.run_folder import load_run_recipe
+    from mmtrain.runtime.training.export_checkpoint import export_checkpoint
 
     recipe = load_run_recipe(run)
-    opened = open_chosen(run / CHECKPOINTS_FOLDER, checkpoint, warn)
+    if format == "dcp":
+        return _export_dcp(run, recipe, checkpoint, out, warn)
+    written = export_checkpoint(run, checkpoint, out, dtype, part, warn)
     if part == "generator":
-        written, commands = export_generator(recipe, opened, out, dtype), _generator_commands(out, recipe)
-    elif part == "adapter":
-        written, commands = export_adapter(recipe, opened, out, dtype), _adapter_commands(out, recipe.model.hf)
-    else:
-        written, commands = export_folder(recipe, opened, out, dtype), _model_commands(out, recipe)
-    with disk_errors_named(out):
-        write_whole(out / CARD_FILE, model_card(run, recipe, opened.step, part))
-    return written, commands
+        return written, _generator_commands(out, recipe)
+    if part == "adapter":
+        return written, _adapter_commands(out, recipe.model.hf)
+    return written, _model_commands(out, recipe)
+
+
+def _export_dcp(
+    run: Path, recipe: Recipe, checkpoint: "ChosenCheckpoint", out: Path, warn: Callable[[str], None]
+) -> "tuple[ExportedFolder, list[str]]":
+    from mmtrain.checkpoint import open_chosen
+    from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER
+    from mmtrain.weights import export_dcp
+
+    written = export_dcp(recipe, open_chosen(run / CHECKPOINTS_FOLDER, checkpoint, warn), out)
+    path = quote(str(out))
+    return written, [f"  mmtrain train RECIPE --set train.init_from={path} --set train.init_optimizer=true"]
 
 
 def _model_commands(folder: Path, recipe: "Recipe") -> list[str]:

@@ -19,16 +19,18 @@ from mmtrain.api.recipe_index import index_recipe
 from mmtrain.api.shipped_recipes import copy_recipe as copy_shipped_recipe
 from mmtrain.api.shown_plan import ShownPlan, load_plan
 from mmtrain.api.train_requests import TrainOptions, runs_to_train
+from mmtrain.errors import UserError
 from mmtrain.planning import Plan
 from mmtrain.planning.space.problem import PlanRequest
 from mmtrain.recipe import Recipe, dump_recipe, read_recipe
 from mmtrain.recipe import load_recipe as read_and_check
 
 if TYPE_CHECKING:
-    from mmtrain.api.exported_run import ExportedPart
+    from mmtrain.api.exported_run import ExportFormat
     from mmtrain.api.shown_samples import ShownSamples
     from mmtrain.api.simulated_steps import SimulatedSteps
     from mmtrain.checkpoint import ChosenCheckpoint
+    from mmtrain.recipe.settings.train_settings import ExportedPart
     from mmtrain.report import EvaluationResult
     from mmtrain.report.verification import Verification
     from mmtrain.weights import ExportDtype
@@ -281,6 +283,7 @@ def export(
     checkpoint: "ChosenCheckpoint" = "newest",
     dtype: "ExportDtype | None" = None,
     part: "ExportedPart" = "model",
+    format: "ExportFormat" = "hf",
 ) -> Path:
     """Write a trained model as a folder that transformers, vLLM and SGLang open, as `mmtrain export` does.
 
@@ -290,12 +293,15 @@ def export(
         checkpoint: `newest` (the newest good one), `best` (by `train.best`), or the step of one.
         dtype: `bf16`, `fp16` or `fp32`; by default as in the folder that the run started from, else `fp32`.
         part: `model`; `adapter`: those of `train.lora` alone, for peft; `generator`: a folder of diffusers.
+        format: `hf`; or `dcp`: weights and optimizer for torch.distributed.checkpoint, under Hugging Face names.
 
     Raises:
         UserError: the folder is none of a run, `out` exists, or the model has no such part.
         CheckpointError: no checkpoint is good.
     """
-    run_in_own_process(_export, _folder(run), Path(out), checkpoint, dtype, part)
+    if format == "dcp" and (dtype is not None or part != "model"):
+        raise UserError("format: dcp writes what the checkpoint holds; leave dtype and part out")
+    run_in_own_process(_export, _folder(run), Path(out), checkpoint, dtype, part, format)
     return Path(out)
 
 
@@ -378,9 +384,14 @@ def _verify(
 
 
 def _export(
-    run: Path, out: Path, checkpoint: "ChosenCheckpoint", dtype: "ExportDtype | None", part: "ExportedPart"
+    run: Path,
+    out: Path,
+    checkpoint: "ChosenCheckpoint",
+    dtype: "ExportDtype | None",
+    part: "ExportedPart",
+    format: "ExportFormat",
 ) -> None:
     from mmtrain.api.exported_run import export_run
 
-    written, commands = export_run(run, out, checkpoint, dtype, part)
+    written, commands = export_run(run, out, checkpoint, dtype, part, format=format)
     print("\n".join([*written.notes, written.summary(), *commands]))

@@ -31,15 +31,15 @@ def state_file(rank: int) -> str:
 
 def step_of(folder: Path) -> int | None:
     """Return the step that a folder's name says; None for the name of another folder."""
-    age = _age(folder.name)
-    return None if age is None else age[0]
+    folder_age = age(folder)
+    return None if folder_age is None else folder_age[0]
 
 
 def find(root: Path) -> list[Path]:
     """List all checkpoints in `root`, newest first, without verifying them; empty if `root` does not exist."""
     if not root.is_dir():
         return []
-    ages = {path: age for path in root.iterdir() if (age := _age(path.name)) is not None}
+    ages = {path: path_age for path in root.iterdir() if (path_age := age(path)) is not None}
     return sorted(ages, key=lambda path: ages[path], reverse=True)
 
 
@@ -70,11 +70,11 @@ def free_folder(root: Path, step: int) -> Path:
     """Return the folder to commit `step` to. An existing folder, good or damaged, is never replaced: a crash between
     removing the old one and renaming the new one would leave neither.
     """
-    attempts = [age[1] for path in find(root) if (age := _age(path.name)) is not None and age[0] == step]
+    attempts = [path_age[1] for path in find(root) if (path_age := age(path)) is not None and path_age[0] == step]
     return root / (f"step-{step:08d}" if not attempts else f"step-{step:08d}-{max(attempts) + 1}")
 
 
-def _age(name: str) -> tuple[int, int] | None:
-    """Parse (step, attempt) from the name of a checkpoint's folder; None for other names."""
-    match = _CHECKPOINT_FOLDER_NAME.fullmatch(name)
+def age(folder: Path) -> tuple[int, int] | None:
+    """Parse (step, attempt) from the name of a checkpoint's folder; None for other names. A newer one has more."""
+    match = _CHECKPOINT_FOLDER_NAME.fullmatch(folder.name)
     return None if match is None else (int(match[1]), int(match[2] or 1))

@@ -42,10 +42,14 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class SavingRun:
-    """The run that saves. Its drafts carry its id; what other runs left, or are writing, is not touched."""
+    """The run that saves. Its drafts carry its id; what other runs left, or are writing, is not touched.
+
+    `still_needs` says of an old checkpoint, on rank 0, whether something is still to be made of it; it is kept.
+    """
 
     run_id: str = "0"
     require_ownership: Callable[[], None] = lambda: None  # raises if another run has taken the folder
+    still_needs: Callable[[Path], bool] = lambda folder: False
 
 
 def save(
@@ -61,8 +65,8 @@ def save(
     """Save one checkpoint together with all ranks; return its folder.
 
     When this returns, the checkpoint survives a power cut and `latest` names it. Afterwards the `keep` newest
-    checkpoints remain, the newest one that is not suspect, and the best ones that all these name; no checkpoint is
-    removed while one of the newest is found damaged.
+    checkpoints remain, the newest one that is not suspect, the best ones that all these name, and those that the run
+    still needs; no checkpoint is removed while one of the newest is found damaged.
     `progress` hears of every piece of a file that this rank has written or read.
 
     Raises CheckpointError, the same on every rank, if any rank fails, or if another run owns the folder now. Then
@@ -186,7 +190,7 @@ def _retire(saved: Path, keep: int, ranks: Ranks, storage: Storage, run: SavingR
     folders = [Path(text) for text in ranks.from_zero(f"listing the checkpoints in {root}", find_up_to_saved)]
     newest = folders[:keep]
     worth_keeping = ranks.from_zero(
-        f"rating the checkpoints in {root}", lambda: [str(path) for path in _worth_keeping(folders, keep)]
+        f"rating the checkpoints in {root}", lambda: [str(path) for path in _worth_keeping(folders, keep, run)]
     )
     old = [folder for folder in folders[keep:] if str(folder) not in worth_keeping]
     if not old or verify_together(newest[min(2, keep) - 1], ranks, progress):
@@ -209,8 +213,8 @@ def _retire(saved: Path, keep: int, ranks: Ranks, storage: Storage, run: SavingR
     ranks.from_zero(f"removing old checkpoints from {root}", remove)
 
 
-def _worth_keeping(folders: Sequence[Path], keep: int) -> list[Path]:
-    """Return the newest trusted checkpoint, and the best ones that it and the `keep` newest name.
+def _worth_keeping(folders: Sequence[Path], keep: int, run: SavingRun) -> list[Path]:
+    """Return the newest trusted checkpoint, the best ones that it and the `keep` newest name, and what the run needs.
 
     A run that goes back to any of these still has the one that was the best then. `folders`: newest first.
     """
@@ -221,7 +225,7 @@ def _worth_keeping(folders: Sequence[Path], keep: int) -> list[Path]:
         step = layout.step_of(folder)
         if step in best_steps and step not in best and complete(folder):
             best[step] = folder
-    return [*trusted, *best.values()]
+    return [*trusted, *best.values(), *filter(run.still_needs, folders)]
 
 
 def _write(path: Path, chunks: Iterable[bytes | memoryview], storage: Storage) -> FileSum:

@@ -9,7 +9,14 @@ import typer
 from mmtrain.cli.options import CheckpointChoice, RunFolder, chosen_checkpoint
 
 if TYPE_CHECKING:
-    from mmtrain.api.exported_run import ExportedPart
+    from mmtrain.recipe.settings.train_settings import ExportedPart
+
+
+class FolderFormat(StrEnum):
+    """The values of `--format`."""
+
+    HF = "hf"
+    DCP = "dcp"
 
 
 class StoredType(StrEnum):
@@ -30,6 +37,13 @@ def export(
             help="Type of the stored weights. Default: as in the folder that the run started from, else fp32."
         ),
     ] = None,
+    format: Annotated[
+        FolderFormat,
+        typer.Option(
+            help="`hf`: a Hugging Face folder. `dcp`: weights and optimizer for torch.distributed.checkpoint, as the "
+            "checkpoint holds them, under Hugging Face names."
+        ),
+    ] = FolderFormat.HF,
     adapter: Annotated[
         bool, typer.Option("--adapter", help="Write the adapters of `train.lora` alone, for peft. Default: merge them.")
     ] = False,
@@ -48,7 +62,7 @@ def export(
         bool, typer.Option("--public", help="Let everyone see a repository that --push creates. Default: private.")
     ] = False,
 ) -> None:
-    """Write a trained model as a Hugging Face folder.
+    """Write a trained model as a Hugging Face folder, or with its optimizer for torch.distributed.checkpoint.
 
     transformers, vLLM and SGLang open it. Config, tokenizer and templates are those of the folder that the run started
     from (`model.hf`). A run from random weights gets those of a family that has its settings. An image generator is
@@ -61,11 +75,15 @@ def export(
         raise typer.BadParameter("--public is of a repository that --push creates; give both")
     if adapter and generator:
         raise typer.BadParameter("--adapter and --generator write different folders; give one of them")
+    given = {"--dtype": dtype is not None, "--adapter": adapter, "--generator": generator, "--push": push is not None}
+    excluded = [option for option, is_given in given.items() if is_given]
+    if format is FolderFormat.DCP and excluded:
+        raise typer.BadParameter(f"--format dcp writes what the checkpoint holds; leave {' and '.join(excluded)} out")
     if push is not None:
         create_repository(push, public=public)
     part: ExportedPart = "adapter" if adapter else "generator" if generator else "model"
     written, commands = export_run(
-        run, out, chosen_checkpoint(checkpoint), None if dtype is None else dtype.value, part, _warn
+        run, out, chosen_checkpoint(checkpoint), None if dtype is None else dtype.value, part, _warn, format.value
     )
     typer.echo("\n".join([*written.notes, written.summary(), *commands]))
     if push is not None:

@@ -75,13 +75,14 @@ def gemms(layer: LayerShape, load: TokenLoad, tp: int = 1) -> tuple[Gemm, ...]:
 def adapter_gemms(layer: LayerShape, load: TokenLoad, tp: int = 1) -> tuple[tuple[Gemm, ...], ...]:
     """Return for each of the layer's `gemms` the two of its adapter, with A and with B; () if it has none.
 
-    All experts of a layer have one, or none has.
+    All experts of a layer have one, or none has. Parts of a linear with adapters of their own are computed together,
+    with all their features between A and B: the second GEMM takes zeros for those of other parts.
     """
     lora = layer.lora
     if lora is None:
         return ((),) * len(gemms(layer, load, tp))
     return tuple(
-        (replace(gemm, n=lora.rank), replace(gemm, k=lora.rank)) if linear in lora.linears else ()
+        (replace(gemm, n=lora.width(linear)), replace(gemm, k=lora.width(linear))) if linear in lora.linears else ()
         for linear, gemm in zip_longest(gemm_linears(layer), gemms(layer, load, tp))
     )
 
@@ -235,10 +236,9 @@ def _num_adapter_parameters(layer: LayerShape, tp: int, *, of_experts_only: bool
         return 0
     linears, pairs = gemm_linears(layer), adapter_gemms(layer, TokenLoad(0, 0, 0, 0), tp)
     return sum(
-        gemm.num_weights
+        pair[0].num_weights + pair[1].num_weights * layer.lora.rank // layer.lora.width(linear)
         for linear, pair in zip(linears, pairs, strict=False)  # other GEMMs have no adapters
-        for gemm in pair
-        if not of_experts_only or is_of_expert(linear)
+        if pair and (not of_experts_only or is_of_expert(linear))
     )
 
 

@@ -16,6 +16,7 @@ PLAN_FILE = "plan.json"
 REPLANNED_FOLDER = "replanned"  # plans that the run had before it switched in living processes
 FASTER_PLAN_FILE = "faster_plan.json"  # that was made with them, if it is faster than the run's
 CHECKPOINTS_FOLDER = "checkpoints"
+HUGGING_FACE_FOLDER = "hf"  # checkpoints in the form that `mmtrain export` writes, with `train.checkpoint.hf_every`
 QUARANTINE_FILE = "quarantine.jsonl"  # samples set aside, and why
 TRACE_FILE = "trace.json"  # of the steps that `train.trace_steps` names
 SKIPPED_POSITIONS_FILE = "skipped_positions.json"  # of the data, that `--skip-steps` leaves out

@@ -6,11 +6,17 @@ from typing import TYPE_CHECKING
 
 from mmtrain.errors import ModelFolderError
 from mmtrain.families import ParameterSource
-from mmtrain.models.shapes.layer_shape import LoraShape, is_adapter
+from mmtrain.models.shapes.layer_shape import LinearParts, is_adapter
 from mmtrain.models.shapes.model_shape import build_model_shape
 from mmtrain.models.shapes.param_spec import ParamSpec
 from mmtrain.recipe import Recipe
-from mmtrain.weights.adapters import adapted_weights, row_places, weight_of_adapter
+from mmtrain.weights.adapters import (
+    adapted_weights,
+    part_of_tensor,
+    parts_of_weight,
+    row_places,
+    weight_of_adapter,
+)
 from mmtrain.weights.export_weights import source_folder
 from mmtrain.weights.import_weights import PretrainedWeights, open_pretrained
 from mmtrain.weights.peft_adapter import AdapterPart, PeftAdapter, open_adapter
@@ -23,15 +29,16 @@ class AdaptedWeights:
     """The weights of a model and an adapter on it, of which every rank reads what it keeps.
 
     An adapter that the run has too, with the same rank and scale, goes on. Our linears may be several of `transformers`
-    (query, key and value; gate and up), whose adapters have an A each; then they go on only if these are equal. Others
-    are merged into their weights, in fp32, and adapters of the run without one in the folder start as new ones.
+    (query, key and value; gate and up), whose adapters have an A each. They go on if the run has adapters on the same
+    parts, or if it has one on all of the linear and the A are equal. Others are merged into their weights, in fp32, and
+    adapters of the run without one in the folder start as new ones.
     """
 
     def __init__(self, base: PretrainedWeights, adapter: PeftAdapter, recipe: Recipe, sources: "_Sources") -> None:
         """Prepare to start a run of `recipe`; `sources` are what the model's weights are made of, by our names."""
         self.base, self._adapter, self._sources = base, adapter, sources
-        own = adapted_weights(build_model_shape(recipe))
-        self._continued = {name for name in adapter.parts if name in own and self._goes_on(name, own[name])}
+        self._own = adapted_weights(build_model_shape(recipe))
+        self._continued = {name for name in adapter.parts if name in self._own and self._goes_on(name)}
         self._merged = adapter.parts.keys() - self._continued
 
     @property
@@ -89,7 +96,7 @@ class AdaptedWeights:
         import torch
 
         if spec.name.endswith(".lora.a"):
-            a, _ = self._adapter.read(self._adapter.parts[weight_of_adapter(spec.name)][0])
+            a = self._first_halves(weight_of_adapter(spec.name))
             return _shard(a, spec, tp_rank, tp)[first : first + number]
         if is_adapter(spec.name):
             full = self._joined(spec, weight_of_adapter(spec.name), products=False)
@@ -110,13 +117,34 @@ class AdaptedWeights:
             _place(full, b.float() @ a.float() if products else b, part, self._sources[weight])
         return full
 
-    def _goes_on(self, name: str, own: LoraShape) -> bool:
+    def _goes_on(self, name: str) -> bool:
         """Return whether the adapter on a weight of ours is one that the run can go on with."""
-        adapter = self._adapter
+        adapter, own = self._adapter, self._own[name]
         if own.rank != adapter.rank or not math.isclose(own.scale, adapter.scale):
             return False
+        parts = parts_of_weight(own, name)
+        if parts is not None:
+            return self._by_part(name, parts).keys() == set(parts.adapted)
         first, *others = (adapter.read(part)[0] for part in adapter.parts[name])
         return all(first.equal(other) for other in others)
+
+    def _first_halves(self, weight: str) -> "torch.Tensor":
+        """Return A of the adapter on our weight; those of parts with adapters of their own lie below one another."""
+        import torch
+
+        parts = parts_of_weight(self._own[weight], weight)
+        if parts is None:
+            return self._adapter.read(self._adapter.parts[weight][0])[0]
+        by_part = self._by_part(weight, parts)
+        return torch.cat([self._adapter.read(by_part[name])[0] for name in parts.adapted])
+
+    def _by_part(self, weight: str, parts: LinearParts) -> dict[str | None, AdapterPart]:
+        """Return the folder's adapters on parts of our weight; the key is None for one that is on several."""
+        source = self._sources[weight]
+        return {
+            None if part.tensor is None else part_of_tensor(source, part.tensor, parts): part
+            for part in self._adapter.parts[weight]
+        }
 
 
 _Sources = Mapping[str, ParameterSource]

@@ -9,14 +9,21 @@ from typing import TYPE_CHECKING, Any
 from mmtrain.checkpoint import Checkpoint, LocalStorage
 from mmtrain.checkpoint.tensorfile import TensorEntry, header_bytes, tensor_bytes
 from mmtrain.errors import UserError
-from mmtrain.families import ParameterSource
+from mmtrain.families import ModelFolder, ParameterSource
 from mmtrain.families.trained_processors import differing_processors
 from mmtrain.models.shapes.freezing import all_parameter_names
-from mmtrain.models.shapes.layer_shape import LoraShape, is_adapter, is_of_expert
+from mmtrain.models.shapes.layer_shape import LinearParts, LoraShape, is_adapter, is_of_expert
 from mmtrain.models.shapes.model_shape import ModelShape, build_model_shape
 from mmtrain.models.shapes.param_spec import ParamSpec
 from mmtrain.recipe import Recipe
-from mmtrain.weights.adapters import adapted_weights, adapter_names, read_parameter, row_places
+from mmtrain.weights.adapters import (
+    adapted_weights,
+    adapter_names,
+    part_of_tensor,
+    parts_of_weight,
+    read_parameter,
+    row_places,
+)
 from mmtrain.weights.expert_adapters import (
     EXPERT_TENSORS,
     TARGETED_AS_PARAMETERS,
@@ -43,6 +50,7 @@ class _Adapted:
     tensor: str | None  # of the folder: the linear's weight; None for experts
     sources: tuple[ParameterSource, ...]  # what our weight is made of; of experts those of all, in their order
     lora: LoraShape
+    part: int = 0  # which of the A's of a joint linear is that of this tensor
 
     @property
     def shapes(self) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -61,7 +69,8 @@ class _Adapted:
         if self.tensor is None:
             return join_experts(halves)
         [(a, b)] = halves
-        return a, self._rows_of(self.tensor, b)
+        first = self.part * self.lora.rank
+        return a[first : first + self.lora.rank], self._rows_of(self.tensor, b)
 
     def _rows_of(self, tensor: str, b: "torch.Tensor") -> "torch.Tensor":
         """Return B (rows, rank) of one of the folder's linears, cut out of that of ours: the rows of its weight."""
@@ -81,7 +90,10 @@ def _adapted_modules(sources: Sequence[ParameterSource], weights: Mapping[str, L
         for tensor in () if is_of_expert(source.name) else source.tensor_shapes():
             module = module_in_transformers(tensor)
             target = tensor if has_experts and module.endswith(TARGETED_AS_PARAMETERS) else module
-            modules.append(_Adapted(module, target, tensor, (source,), weights[source.name]))
+            lora = weights[source.name]
+            part = _number_of_part(source, tensor, parts_of_weight(lora, source.name))
+            if part is not None:
+                modules.append(_Adapted(module, target, tensor, (source,), lora, part))
     for (module, linear), of_linear in of_experts.items():
         tensor, around = EXPERT_TENSORS[linear]
         has_both = all((module, other) in of_experts for other in EXPERT_TENSORS)
@@ -90,17 +102,58 @@ def _adapted_modules(sources: Sequence[ParameterSource], weights: Mapping[str, L
     return modules
 
 
+def _number_of_part(source: ParameterSource, tensor: str, parts: LinearParts | None) -> int | None:
+    """Return which of a linear's A's is on one of its tensors, counted from 0; None if none is.
+
+    Raises UserError for a tensor that holds several parts whose adapters are their own.
+    """
+    if parts is None:
+        return 0
+    part = part_of_tensor(source, tensor, parts)
+    if part is None:
+        raise UserError(
+            f"--adapter: {tensor} is joint in folders of this family, and has one adapter there, but the run has "
+            f"adapters apart on {', '.join(parts.adapted)} (train.lora.targets); leave --adapter out to export the "
+            "model with the adapters merged"
+        )
+    return parts.adapted.index(part) if part in parts.adapted else None
+
+
 def export_adapter(
-    recipe: Recipe, checkpoint: Checkpoint, out: Path, dtype: ExportDtype | None = None
+    recipe: Recipe,
+    checkpoint: Checkpoint,
+    out: Path,
+    dtype: ExportDtype | None = None,
+    further_files: Mapping[str, str] | None = None,
 ) -> ExportedFolder:
     """Write the adapters of a checkpoint, in whatever sharding, to a new folder; in fp32 without `dtype`.
 
     An adapter on a joint linear becomes one on each of the folder's linears: all with its A, each with its rows of B.
+    Parts with adapters of their own have an A each.
     Those on all experts of a block become one on each tensor of experts: see `expert_adapters`.
-    The folder appears by rename when it is complete.
+    The folder, with the texts `further_files`, appears by rename when it is complete.
 
     Raises UserError for a run without adapters, with other trained weights or without `model.hf`, for one whose weights
     are not those of that folder, and for an `out` that exists or cannot be written; ModelFolderError; CheckpointError.
+    """
+    folder, modules = check_adapter(recipe)
+    require_new(out)
+    _require_base_of_folder(recipe, build_model_shape(recipe), checkpoint)
+    torch_name = TORCH_NAMES[dtype or "fp32"]
+    entries = [entry for module in modules for entry in _entries(module, torch_name)]
+    with draft_folder(out, "adapter", further_files) as draft:
+        LocalStorage().write(draft / WEIGHTS_NAME, _chunks(entries, modules, checkpoint, torch_name))
+        config = _config(recipe, folder.path, modules)
+        (draft / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    num_bytes = sum(entry.num_bytes for entry in entries)
+    notes = differing_processors(folder, media_settings(recipe))
+    return ExportedFolder(out, checkpoint.step, 1, num_bytes, (torch_name,), notes)
+
+
+def check_adapter(recipe: Recipe) -> tuple[ModelFolder, list[_Adapted]]:
+    """Return the folder that the adapters of a run are for, and what has them there.
+
+    Raises UserError as `export_adapter` does for what no checkpoint can change; ModelFolderError.
     """
     shape = build_model_shape(recipe)
     _require_adapters_only(recipe, shape)
@@ -115,8 +168,6 @@ def export_adapter(
             f"--adapter: the run has {recipe.model.llm.vocab} tokens, more than {folder.path}, and an adapter's folder "
             "does not hold the rows of new ones; leave --adapter out to export the model with the adapters merged"
         )
-    require_new(out)
-    _require_base_of_folder(recipe, shape, checkpoint)
     modules = _adapted_modules(list(folder.family.weights(folder.settings)), adapted_weights(shape))
     unnamed = [
         module.module
@@ -128,15 +179,7 @@ def export_adapter(
             f"--adapter: {unnamed[0]} is a bare matrix in folders of this family, on which no adapter can be "
             "loaded; leave --adapter out to export the model with the adapters merged"
         )
-    torch_name = TORCH_NAMES[dtype or "fp32"]
-    entries = [entry for module in modules for entry in _entries(module, torch_name)]
-    with draft_folder(out, "adapter") as draft:
-        LocalStorage().write(draft / WEIGHTS_NAME, _chunks(entries, modules, checkpoint, torch_name))
-        config = _config(recipe, folder.path, modules)
-        (draft / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    num_bytes = sum(entry.num_bytes for entry in entries)
-    notes = differing_processors(folder, media_settings(recipe))
-    return ExportedFolder(out, checkpoint.step, 1, num_bytes, (torch_name,), notes)
+    return folder, modules
 
 
 def _require_adapters_only(recipe: Recipe, shape: ModelShape) -> None:
@@ -208,6 +251,7 @@ def _config(recipe: Recipe, folder: Path, modules: list[_Adapted]) -> Mapping[st
         "r": lora.rank,
         "lora_alpha": int(lora.alpha) if lora.alpha.is_integer() else lora.alpha,
         "lora_dropout": 0.0,
+        "use_rslora": lora.scaling == "rslora",
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,

@@ -7,7 +7,7 @@ An image generator becomes a folder of `diffusers`, a U-Net or a transformer, to
 import json
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -66,7 +66,7 @@ _TEXT_FILES = (*CONVERSATION_FILES, *SLOW_TOKENIZER_FILES, "*.jinja", "*.model",
 
 
 @dataclass(frozen=True)
-class _Content:
+class FolderContent:
     """What to write into a folder."""
 
     targets: list[TensorTarget]
@@ -74,6 +74,7 @@ class _Content:
     write_small_files: Callable[[Path], tuple[str, ...]]  # config, tokenizer and templates; returns notes on them
     noun: str = "model"
     file_names: tuple[str, str] = (INDEX_FILE, SINGLE_FILE)
+    further_files: Mapping[str, str] = field(default_factory=dict)
 
 
 def export_folder(
@@ -82,6 +83,7 @@ def export_folder(
     out: Path,
     dtype: ExportDtype | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
+    further_files: Mapping[str, str] | None = None,
 ) -> ExportedFolder:
     """Write the weights of a checkpoint, in whatever sharding, to a new folder that `transformers` opens.
 
@@ -90,16 +92,15 @@ def export_folder(
     and other small files are copied. Matrices and config have the tokens that the run added, and a tokenizer that
     `data.tokenizer` names takes the place of the folder's. For a run with units that did not start from that folder
     they are those of the family to which its model belongs, and fp32. An image generator is left out:
-    `export_generator` writes it. One parameter at a time is in memory. The folder
+    `export_generator` writes it. One parameter at a time is in memory. The folder, with the texts `further_files`,
     appears by rename when it is complete.
 
     Raises UserError for a run that no family can hold, and for an `out` that exists or cannot be written;
     ModelFolderError for a source folder that changed; CheckpointError.
     """
-    source = source_folder(recipe)
-    content = _new_content(recipe, dtype) if source is None else _content_like(source, recipe, dtype)
+    content = describe_content(recipe, dtype)
     require_new(out)
-    return _export(recipe, checkpoint, out, content, max_file_bytes)
+    return _export(recipe, checkpoint, out, replace(content, further_files=further_files or {}), max_file_bytes)
 
 
 def export_generator(
@@ -108,11 +109,12 @@ def export_generator(
     out: Path,
     dtype: ExportDtype | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
+    further_files: Mapping[str, str] | None = None,
 ) -> ExportedFolder:
     """Write the generator of a checkpoint, in whatever sharding, to a new folder of `diffusers`; fp32 by default.
 
     The projector from the LLM's outputs to its context is no part of such a folder. One parameter at a time is in
-    memory. The folder appears by rename when it is complete.
+    memory. The folder, with the texts `further_files`, appears by rename when it is complete.
 
     Raises UserError for a run without a generator, and for an `out` that exists or cannot be written; CheckpointError.
     """
@@ -129,18 +131,28 @@ def export_generator(
         return ()
 
     names = (DIFFUSERS_INDEX_FILE, DIFFUSERS_SINGLE_FILE)
-    return _export(recipe, checkpoint, out, _Content(targets, None, write_config, "generator", names), max_file_bytes)
+    content = FolderContent(targets, None, write_config, "generator", names, further_files or {})
+    return _export(recipe, checkpoint, out, content, max_file_bytes)
+
+
+def describe_content(recipe: Recipe, dtype: ExportDtype | None = None) -> FolderContent:
+    """Describe the folder of a run: the one that it started from with other values, or a new one.
+
+    Raises UserError for a run that no family can hold; ModelFolderError.
+    """
+    source = source_folder(recipe)
+    return _new_content(recipe, dtype) if source is None else _content_like(source, recipe, dtype)
 
 
 def _export(
-    recipe: Recipe, checkpoint: Checkpoint, out: Path, content: _Content, max_file_bytes: int
+    recipe: Recipe, checkpoint: Checkpoint, out: Path, content: FolderContent, max_file_bytes: int
 ) -> ExportedFolder:
     """Write a folder, which appears by rename when it is complete."""
     index_file, single_file = content.file_names
     files = split_targets(content.targets, max_file_bytes, single_file)
     reader = WeightReader(content.stored, checkpoint, adapted_weights(build_model_shape(recipe)))
     try:
-        with draft_folder(out, content.noun) as draft:
+        with draft_folder(out, content.noun, content.further_files) as draft:
             for name, targets_of_file in files.items():
                 write_file(draft / name, targets_of_file, reader)
             write_index(draft, files, index_file)
@@ -153,7 +165,7 @@ def _export(
     return ExportedFolder(out, checkpoint.step, len(files), num_bytes, dtypes, notes)
 
 
-def _new_content(recipe: Recipe, dtype: ExportDtype | None) -> _Content:
+def _new_content(recipe: Recipe, dtype: ExportDtype | None) -> FolderContent:
     """Describe the folder of a run that started from random weights."""
     folder = describe_new_folder(recipe)
     torch_name = TORCH_NAMES[dtype or "fp32"]
@@ -167,14 +179,14 @@ def _new_content(recipe: Recipe, dtype: ExportDtype | None) -> _Content:
     def write_small_files(draft: Path) -> tuple[str, ...]:
         return write_new_files(recipe, folder, draft, torch_name)
 
-    return _Content(targets, None, write_small_files)
+    return FolderContent(targets, None, write_small_files)
 
 
-def _content_like(folder: ModelFolder, recipe: Recipe, dtype: ExportDtype | None) -> _Content:
+def _content_like(folder: ModelFolder, recipe: Recipe, dtype: ExportDtype | None) -> FolderContent:
     """Describe the folder that the run started from, with the tokens that the run added."""
     stored = FolderTensors.of(folder.path)
     targets = _targets(match_tensors(folder, stored), stored, recipe.model.llm.vocab, dtype)
-    return _Content(targets, stored, lambda draft: _write_small_files(folder, recipe, draft, dtype))
+    return FolderContent(targets, stored, lambda draft: _write_small_files(folder, recipe, draft, dtype))
 
 
 def source_folder(recipe: Recipe) -> ModelFolder | None:

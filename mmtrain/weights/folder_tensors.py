@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from mmtrain.errors import ModelFolderError
 from mmtrain.families.stored_tensors import StoredWeight, read_headers
@@ -12,6 +12,28 @@ if TYPE_CHECKING:
     import torch
 
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # in the files, and in torch
+
+
+class StoredTensors(Protocol):
+    """Tensors of a folder by name, of which boxes are read."""
+
+    @property
+    def folder(self) -> Path:
+        """The folder."""
+        ...
+
+    @property
+    def tensors(self) -> Mapping[str, StoredWeight]:
+        """Types and shapes."""
+        ...
+
+    def read(self, name: str, box: tuple[tuple[int, int], ...]) -> "torch.Tensor":
+        """Read a box of a tensor into new memory. Raises ModelFolderError."""
+        ...
+
+    def close(self) -> None:
+        """Close all files."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING
 from mmtrain.errors import ModelFolderError
 from mmtrain.families import Block, ParameterSource, read_model_folder
 from mmtrain.families.hub_models import fetch_weights
+from mmtrain.families.stored_tensors import StoredWeight
 from mmtrain.families.weight_layouts import Box
 from mmtrain.models.shapes.layer_shape import is_adapter
 from mmtrain.models.shapes.param_spec import ParamSpec
 from mmtrain.recipe import Recipe
-from mmtrain.weights.folder_tensors import DTYPES, FolderTensors
+from mmtrain.weights.folder_tensors import DTYPES, FolderTensors, StoredTensors
 from mmtrain.weights.match_tensors import match_tensors
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def start_folders(recipe: Recipe) -> tuple[StartFolder, ...]:
 class OpenFolder:
     """A folder whose tensors have been matched."""
 
-    tensors: FolderTensors
+    tensors: StoredTensors
     sources: Mapping[str, ParameterSource]  # by the name of our parameter
     units: tuple[str, ...]  # of the recipe, that start from it
     fresh_modules: tuple[str, ...]  # of these units, that have no weights in it
@@ -86,6 +87,10 @@ class PretrainedWeights:
     def units(self) -> tuple[str, ...]:
         """Return the units that the folders hold."""
         return tuple(self._folders)
+
+    def tensors_of(self, spec: ParamSpec) -> Mapping[str, StoredWeight]:
+        """Return the tensors of the folder that a parameter's unit starts from."""
+        return self._folders[_unit_of(spec)].tensors.tensors
 
     @property
     def fresh_modules(self) -> tuple[str, ...]:
@@ -175,7 +180,7 @@ class PretrainedWeights:
             self._fill_new_tokens(source, tensors, target, box)
 
     def _fill_new_tokens(
-        self, source: ParameterSource, tensors: FolderTensors, target: "torch.Tensor", box: Box
+        self, source: ParameterSource, tensors: StoredTensors, target: "torch.Tensor", box: Box
     ) -> None:
         """Fill the rows of tokens that the folder lacks, of a box of the parameter."""
         (block,) = source.blocks

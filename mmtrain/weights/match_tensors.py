@@ -8,7 +8,7 @@ from itertools import takewhile
 from mmtrain.errors import ModelFolderError, first_lines
 from mmtrain.families import Family, ModelFolder, ParameterSource
 from mmtrain.families.weight_layouts import respell, sources_by_tensor
-from mmtrain.weights.folder_tensors import DTYPES, FolderTensors
+from mmtrain.weights.folder_tensors import DTYPES, StoredTensors
 
 MAX_NAMES_IN_MESSAGE = 40  # a folder of another model lacks thousands
 # What lies beside quantized weights: of fp8 in blocks or in one scale, of GPTQ and AWQ, of MXFP4.
@@ -27,7 +27,7 @@ class MatchedFolder:
 
 
 def match_tensors(
-    folder: ModelFolder, stored: FolderTensors, setting: str = "model.hf", unit: str | None = None
+    folder: ModelFolder, stored: StoredTensors, setting: str = "model.hf", unit: str | None = None
 ) -> MatchedFolder:
     """Return what every parameter is made of.
 
@@ -72,7 +72,7 @@ def match_tensors(
     return MatchedFolder(by_name, fresh_by_name, tuple(carried), tuple(of_others), tuple(sorted(passed_over)))
 
 
-def sources_in(folder: ModelFolder, stored: FolderTensors) -> list[ParameterSource]:
+def sources_in(folder: ModelFolder, stored: StoredTensors) -> list[ParameterSource]:
     """Return what the family's parameters are made of, in the layout of which most tensors are in the folder."""
     layouts = [layout for layout in (folder.family.weights, folder.family.other_layout) if layout is not None]
     candidates = [list(layout(folder.settings)) for layout in layouts]
@@ -81,7 +81,7 @@ def sources_in(folder: ModelFolder, stored: FolderTensors) -> list[ParameterSour
     return max(candidates, key=lambda sources: _stored_share(folder.family, sources, stored))
 
 
-def _stored_share(family: Family, sources: Sequence[ParameterSource], stored: FolderTensors) -> float:
+def _stored_share(family: Family, sources: Sequence[ParameterSource], stored: StoredTensors) -> float:
     """Return the share of a layout's tensors that the folder has, in the shape of the layout."""
     stored_shapes = {name: weight.shape for name, weight in stored.tensors.items()}
     shares = []
@@ -109,11 +109,11 @@ def _tensor_shapes(sources: Iterable[ParameterSource]) -> dict[str, tuple[int, .
     return {tensor: shape for tensor, (shape, _) in sources_by_tensor(sources).items()}
 
 
-def _num_known(sources: Iterable[ParameterSource], stored: FolderTensors) -> int:
+def _num_known(sources: Iterable[ParameterSource], stored: StoredTensors) -> int:
     return sum(block.tensor in stored.tensors for source in sources for block in source.blocks)
 
 
-def _remedy(stored: FolderTensors) -> str:
+def _remedy(stored: StoredTensors) -> str:
     """Say what to do about quantized weights, which a config need not mention."""
     if not any(
         name.endswith(_OF_QUANTIZED) or weight.dtype.startswith("F8") for name, weight in stored.tensors.items()
@@ -122,7 +122,7 @@ def _remedy(stored: FolderTensors) -> str:
     return "; they are quantized, and cannot be trained: use the folder of the bf16 or fp16 model"
 
 
-def _missing(shapes: Mapping[str, tuple[int, ...]], stored: FolderTensors, unknown: Sequence[str]) -> list[str]:
+def _missing(shapes: Mapping[str, tuple[int, ...]], stored: StoredTensors, unknown: Sequence[str]) -> list[str]:
     return [
         f"{name}: missing, {list(shape)} expected{_nearest(name, unknown)}"
         for name, shape in shapes.items()
@@ -139,7 +139,7 @@ def _nearest(name: str, known: Sequence[str]) -> str:
     return f" (the nearest name is {closest[0]})" if closest else ""
 
 
-def _misshaped(shapes: Mapping[str, tuple[int, ...]], stored: FolderTensors) -> list[str]:
+def _misshaped(shapes: Mapping[str, tuple[int, ...]], stored: StoredTensors) -> list[str]:
     problems = []
     for name, shape in shapes.items():
         weight = stored.tensors.get(name)

@@ -5,11 +5,18 @@ from typing import TYPE_CHECKING
 
 from mmtrain.checkpoint import Checkpoint, ShardSpec
 from mmtrain.models.shapes.freezing import all_parameter_names
-from mmtrain.models.shapes.layer_shape import is_adapter
+from mmtrain.models.shapes.layer_shape import LoraShape, is_adapter
 from mmtrain.models.shapes.model_shape import build_model_shape
 from mmtrain.models.shapes.param_spec import ParamSpec
 from mmtrain.recipe import Recipe
-from mmtrain.weights.adapters import adapted_weights, adapter_names, merge_adapter, weight_of_adapter
+from mmtrain.weights.adapters import (
+    adapted_weights,
+    adapter_names,
+    memberships_of,
+    merge_adapter,
+    parts_of_weight,
+    weight_of_adapter,
+)
 from mmtrain.weights.import_weights import MAX_ELEMENTS_PER_READ, mean_row
 
 if TYPE_CHECKING:
@@ -34,7 +41,7 @@ class RunWeights:
         self._continued = {
             weight
             for weight, lora in own.items()
-            if weight in saved and (lora.rank, lora.scale) == (saved[weight].rank, saved[weight].scale)
+            if weight in saved and _form(lora, weight) == _form(saved[weight], weight)
         }
         self._merged = {weight: lora for weight, lora in saved.items() if weight not in self._continued}
         self._expected = {name for name in all_parameter_names(shape.units, recipe) if not is_adapter(name)}
@@ -116,8 +123,11 @@ class RunWeights:
         if spec.name not in self._merged:
             return values
         lora = self._merged[spec.name]
-        a, b = (self._read(half, tp_rank, tp) for half in _halves(spec, lora.rank))
-        return merge_adapter(values, a, b, lora.scale)
+        a, b = (self._read(half, tp_rank, tp) for half in _halves(spec, lora))
+        of_parts = memberships_of(lora, spec.name, spec.full_shape[:-1])
+        if of_parts is not None and spec.dim is not None:
+            of_parts = of_parts.chunk(tp, spec.dim)[tp_rank]  # only outputs of joint linears are split
+        return merge_adapter(values, a, b, lora, of_parts)
 
     def close(self) -> None:
         """Close the files of the checkpoint."""
@@ -159,12 +169,19 @@ class RunWeights:
         return self.checkpoint.read(name, ShardSpec(self.checkpoint.full_shape(name), 0, first, stop))
 
 
-def _halves(weight: ParamSpec, rank: int) -> tuple[ParamSpec, ParamSpec]:
+def _form(lora: LoraShape, weight: str) -> tuple[object, ...]:
+    """Return what two runs must share for an adapter on a weight to go on."""
+    return lora.rank, lora.scale, parts_of_weight(lora, weight)
+
+
+def _halves(weight: ParamSpec, lora: LoraShape) -> tuple[ParamSpec, ParamSpec]:
     """Describe both matrices of the adapter on a weight, split as the weight is: A on inputs, or B on outputs."""
     *outputs, inputs = weight.full_shape
     splits_inputs = weight.dim == len(outputs)
     a, b = adapter_names(weight.name)
+    parts = parts_of_weight(lora, weight.name)
+    width = lora.rank * (1 if parts is None else len(parts.adapted))
     return (
-        ParamSpec(a, (rank, inputs), 1 if splits_inputs else None),
-        ParamSpec(b, (*outputs, rank), None if splits_inputs else weight.dim),
+        ParamSpec(a, (width, inputs), 1 if splits_inputs else None),
+        ParamSpec(b, (*outputs, lora.rank), None if splits_inputs else weight.dim),
     )

@@ -12,17 +12,19 @@ from typing import TYPE_CHECKING, Literal
 
 from mmtrain.checkpoint import Checkpoint, LocalStorage
 from mmtrain.checkpoint.tensorfile import TensorEntry, header_bytes, tensor_bytes
+from mmtrain.durable_files import sync_file, sync_folder
 from mmtrain.errors import UserError, writing
 from mmtrain.families import ParameterSource
 from mmtrain.families.weight_layouts import sources_by_tensor
 from mmtrain.models.shapes.layer_shape import LoraShape
-from mmtrain.weights.adapters import adapter_names, merge_adapter, read_parameter
+from mmtrain.weights.adapters import adapter_names, memberships_of, merge_adapter, read_parameter
 from mmtrain.weights.folder_tensors import FolderTensors
 
 if TYPE_CHECKING:
     import torch
 
 ExportDtype = Literal["bf16", "fp16", "fp32"]
+DRAFT_SUFFIX = ".draft"  # of the names of hidden folders that are not complete
 MAX_FILE_BYTES = 5_000_000_000  # as `save_pretrained` of transformers splits files
 TORCH_NAMES: Mapping[ExportDtype, str] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
@@ -73,19 +75,36 @@ def require_new(out: Path) -> None:
 
 
 @contextmanager
-def draft_folder(out: Path, what: str) -> Iterator[Path]:
+def draft_folder(out: Path, what: str, further_files: Mapping[str, str] | None = None) -> Iterator[Path]:
     """Yield a folder to write into; it becomes `out` at the end, or vanishes if anything fails.
+
+    further_files: texts by the names of their files, which the folder gets besides.
 
     Raises UserError, which calls the content `what`, if it cannot be written.
     """
-    draft = out.with_name(f".{out.name}.{os.getpid()}.draft")
+    draft = out.with_name(f".{out.name}.{os.getpid()}{DRAFT_SUFFIX}")
     with writing("--out", out, what):
         try:
             draft.mkdir(parents=True)
             yield draft
+            for name, text in (further_files or {}).items():
+                (draft / name).write_text(text, encoding="utf-8")
+            _sync_all(draft)
             draft.rename(out)
+            sync_folder(out.parent)
         finally:
             shutil.rmtree(draft, ignore_errors=True)
+
+
+def _sync_all(folder: Path) -> None:
+    """Make the small files of a folder survive a power cut; those of tensors do already."""
+    for path in folder.rglob("*"):
+        if path.is_dir():
+            sync_folder(path)
+        else:
+            with path.open("rb") as file:
+                sync_file(file.fileno())
+    sync_folder(folder)
 
 
 def split_targets(
@@ -112,9 +131,19 @@ def split_targets(
 class WeightReader:
     """Reads tensors to write; the parameter that several of them are made of is read once."""
 
-    def __init__(self, stored: FolderTensors | None, checkpoint: Checkpoint, adapted: Mapping[str, LoraShape]) -> None:
-        """Read from a checkpoint with these adapters, and from the folder that the run started from."""
-        self._stored, self._checkpoint, self._adapted = stored, checkpoint, adapted
+    def __init__(
+        self,
+        stored: FolderTensors | None,
+        checkpoint: Checkpoint,
+        adapted: Mapping[str, LoraShape],
+        state: str = "",
+    ) -> None:
+        """Read from a checkpoint with these adapters, and from the folder that the run started from.
+
+        state: what follows the names of parameters in the checkpoint, to read state of the optimizer in their place;
+            that of parameters without any is zeros.
+        """
+        self._stored, self._checkpoint, self._adapted, self._state = stored, checkpoint, adapted, state
         self._parameter: tuple[str, torch.Tensor] | None = None
 
     def read(self, target: TensorTarget) -> "torch.Tensor":
@@ -140,14 +169,22 @@ class WeightReader:
     def _values_of(self, source: ParameterSource) -> "torch.Tensor":
         if self._parameter is None or self._parameter[0] != source.name:
             self._parameter = None  # free the last one before the next is read
-            weight = read_parameter(self._checkpoint, source.name)
+            weight = self._read_parameter(source.name)
             source.check_cover(tuple(weight.shape))
             lora = self._adapted.get(source.name)
             if lora is not None:
                 a, b = (read_parameter(self._checkpoint, name) for name in adapter_names(source.name))
-                weight = merge_adapter(weight, a, b, lora.scale)
+                of_parts = memberships_of(lora, source.name, tuple(weight.shape[:-1]))
+                weight = merge_adapter(weight, a, b, lora, of_parts)
             self._parameter = (source.name, weight)
         return self._parameter[1]
+
+    def _read_parameter(self, name: str) -> "torch.Tensor":
+        import torch
+
+        if f"{name}{self._state}" in self._checkpoint.manifest.tensors:
+            return read_parameter(self._checkpoint, f"{name}{self._state}")
+        return torch.zeros(self._checkpoint.full_shape(name))
 
 
 def write_file(path: Path, targets: Sequence[TensorTarget], reader: WeightReader) -> None:

@@ -20,6 +20,7 @@ stage: sft
 do_train: true
 finetuning_type: lora
 lora_rank: 8
+use_rslora: true
 lora_target: all
 dataset: {data}
 template: qwen2_vl
@@ -158,6 +159,7 @@ def test_llama_factory(recipes: dict[str, tuple[str, Recipe]]) -> None:
     assert (train.checkpoint.every, train.validate_every, train.precision) == (500, 500, "bf16")
     assert train.lora is not None
     assert (train.lora.rank, train.lora.targets) == (8, ("llm.*.linear_*",))
+    assert train.lora.scaling == "rslora"
     assert "template: qwen2_vl: has no setting: the chat template is that of model.hf" in text
     assert "train.optimizer.betas: not stated; [0.9, 0.999] is the default there" in text
 
@@ -166,7 +168,7 @@ def test_axolotl(recipes: dict[str, tuple[str, Recipe]]) -> None:
     text, recipe = recipes["ax"]
     assert recipe.train.global_batch == {"samples": 8}
     assert recipe.train.lora is not None
-    assert recipe.train.lora.targets == ("llm.*.linear_qkv", "llm.*.linear_fc2")
+    assert recipe.train.lora.targets == (*(f"llm.*.linear_{part}" for part in "qkv"), "llm.*.linear_fc2")
     assert "#   * lora_dropout: 0.05: has no setting: adapters drop nothing" in text
     assert "#   * optimizer: adamw_bnb_8bit: is a section, train.optimizer" in text
 

@@ -20,7 +20,7 @@ from mmtrain.report import read_metrics
 from mmtrain.runtime.execution.fault_points import FaultPoints
 from mmtrain.runtime.resilience.launch import free_port
 from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, PLAN_FILE, read_run_state
-from mmtrain.runtime.training.background_planning import PLANNING_PROCESS_MODULE
+from mmtrain.runtime.training.background_call import CALL_PROCESS_MODULE
 from mmtrain.runtime.training.go_back import GoBack
 from mmtrain.runtime.training.standby_plans import standby_plan_path
 from mmtrain.runtime.training.train_request import TrainRequest
@@ -72,7 +72,7 @@ def _is_planning(launcher_pid: int) -> bool:
     """Return whether a rank of this launcher makes a plan in the background."""
     for process in psutil.Process(launcher_pid).children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
-            if PLANNING_PROCESS_MODULE in process.cmdline():
+            if CALL_PROCESS_MODULE in process.cmdline():
                 return True
     return False
 

@@ -39,6 +39,8 @@ BIDIRECTIONAL = WINDOWED | {
     "model__vision__projector": {"kind": "linear", "bias": False, "norm": True, "norm_kind": "zero_centered_rms"},
 }
 TWO_IMAGE_ENCODERS = {"model__encoders": {"fine": FINE}}
+PART_TARGETS = ("llm.*.linear_q", "llm.*.linear_v", "llm.*.linear_fc1_gate", "llm.*.linear_fc2")
+PARTS: dict[str, Any] = {"train__lora": {"rank": 2, "alpha": 8.0, "scaling": "rslora", "targets": PART_TARGETS}}
 
 # name -> (recipe changes, meshes). Vision layers: 0 patches, 1-2 blocks, 3 projector; LLM: 0 embedding, 1-3, 4 head.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Mesh]]] = {
@@ -47,6 +49,14 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Mesh]]] = {
     "llm tp4 with one kv head, pp2": (
         {"model__llm__kv_heads": 1},
         {"vision": Mesh((), (0,)), "llm": Mesh((2,), tuple(range(8)), tp=4)},
+    ),
+    "adapters on query, value and gate apart, tp2 with slices of tokens": (
+        PARTS,
+        {"vision": Mesh((), (0,)), "llm": Mesh((2,), (1, 2, 3, 4), tp=2, sp=True, recompute=(1,))},
+    ),
+    "adapters on query, value and gate apart, tp4 with two kv heads": (
+        PARTS,
+        {"vision": Mesh((), (4,)), "llm": Mesh((), (0, 1, 2, 3), tp=4)},
     ),
     "llm tp4 with two kv heads": ({}, {"vision": Mesh((), (4,)), "llm": Mesh((), (0, 1, 2, 3), tp=4)}),
     "both tp2 with slices of tokens, pp2, recomputed, partly frozen": (

@@ -23,6 +23,7 @@ from tests.models.factory import images, settings, shape_of, stage, text
 from tests.models.whole_tensors import join_tp_shards
 
 EVERYWHERE: dict[str, Any] = {"rank": 4, "alpha": 12, "targets": ("*",)}
+PARTS = {"rank": 4, "alpha": 12, "targets": ("llm.*.linear_q", "llm.*.linear_v", "llm.*.linear_fc1_up", "*proj")}
 MOE = {"experts": 4, "top_k": 2, "ffn": 8, "shared_ffn": 12, "shared_gate": True}
 PLACES = (1, 2, 3, 4, 9, 10, 11, 12, 13, 20)
 
@@ -58,6 +59,32 @@ def test_an_adapter_is_the_same_as_its_product_added_to_the_weight() -> None:
     torch.testing.assert_close(adapted(None, inputs, features), merged(None, inputs, features), rtol=1e-5, atol=0)
 
 
+def test_parts_are_products_added_to_their_rows_of_the_weight() -> None:
+    """Rows of a KV head: its queries, key, value. Rows of the first linear of an MLP: gates, then the others."""
+    model = settings()
+    adapted, merged = _taught(stage(model, "llm", lora=PARTS)), stage(model, "llm")
+    values = dict(adapted.named_parameters())
+    llm = model.llm
+    groups, width = llm.kv_heads or llm.heads, llm.head_dim or llm.hidden // llm.heads
+    with torch.no_grad():
+        for name, param in merged.named_parameters():
+            module = name.removesuffix(".weight")
+            if f"{module}.lora.a" not in values:
+                continue
+            a, b = values[f"{module}.lora.a"], values[f"{module}.lora.b"]
+            if name.endswith("linear_qkv.weight"):
+                of_group, low = b.unflatten(0, (groups, -1)), a.split(4)
+                rows = param.view(groups, -1, llm.hidden)
+                rows[:, : -2 * width] += 3 * of_group[:, : -2 * width] @ low[0]
+                rows[:, -width:] += 3 * of_group[:, -width:] @ low[1]
+            elif name.endswith("linear_fc1.weight"):
+                param[len(b) // 2 :] += 3 * b[len(b) // 2 :] @ a
+            else:
+                param += 3 * b @ a
+    inputs, features = text(8, 17, places=PLACES), {"vision": torch.randn(10, 48)}
+    torch.testing.assert_close(adapted(None, inputs, features), merged(None, inputs, features), rtol=1e-5, atol=0)
+
+
 def test_names_of_adapters_are_known_without_modules() -> None:
     model = settings()
     for unit in shape_of(model, lora=EVERYWHERE).units:
@@ -79,8 +106,9 @@ def test_what_also_trains_is_named_and_what_is_frozen_stays_frozen() -> None:
 
 
 @pytest.mark.parametrize("moe", [None, MOE])
-def test_costs_know_that_only_adapters_train(moe: dict[str, Any] | None) -> None:
-    lora = {"rank": 4, "targets": ("*.linear_qkv", "*.linear_fc2", "vision.projector.linear_1")}
+@pytest.mark.parametrize("qkv", ["*.linear_qkv", "llm.*.linear_[qv]"])
+def test_costs_know_that_only_adapters_train(moe: dict[str, Any] | None, qkv: str) -> None:
+    lora = {"rank": 4, "targets": (qkv, "*.linear_fc2", "vision.projector.linear_1")}
     model = settings(llm={"moe": moe})
     bare_shape, shape = shape_of(model), shape_of(model, lora=lora)
     costs, load = AnalyticCosts(preset("h100-80g"), "bf16"), TokenLoad(512, 512**2, 512, 1)
@@ -146,10 +174,10 @@ def test_targets_that_cannot_have_adapters_are_an_error_with_the_nearest_names(l
 class _Results:
     """Loss and gradients of one rank; plain attributes because it is pickled."""
 
-    def __init__(self, llm_settings: dict[str, Any], groups: ParallelGroups, sp: bool) -> None:
+    def __init__(self, llm_settings: dict[str, Any], lora: dict[str, Any], groups: ParallelGroups, sp: bool) -> None:
         model = settings(llm=llm_settings)
         units = [
-            _taught(stage(model, unit, groups=groups, recompute=(1,), sequence_parallel=sp, lora=EVERYWHERE), groups)
+            _taught(stage(model, unit, groups=groups, recompute=(1,), sequence_parallel=sp, lora=lora), groups)
             for unit in ("vision", "llm")
         ]
         features = units[0](None, images((4, 4), (6, 4)))
@@ -167,17 +195,23 @@ class _Results:
                     self.specs[specs[name].name], self.grads[specs[name].name] = specs[name], param.grad
 
 
-LLMS: tuple[dict[str, Any], ...] = ({}, {"kv_heads": 1, "qkv_bias": True})
+# With one KV head, a rank of two holds some rows of the queries, and the other one the rest, keys and values.
+ADAPTED: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
+    ({}, EVERYWHERE),
+    ({"kv_heads": 1, "qkv_bias": True}, EVERYWHERE),
+    ({}, PARTS),
+    ({"kv_heads": 1, "qkv_bias": True}, PARTS),
+)
 
 
 def _on_two_ranks() -> list[_Results]:
     groups = replace(ParallelGroups.single(), tp=dist.group.WORLD)
-    return [_Results(llm, groups, sp) for sp in (False, True) for llm in LLMS]
+    return [_Results(llm, lora, groups, sp) for sp in (False, True) for llm, lora in ADAPTED]
 
 
 def test_two_tensor_parallel_ranks_equal_one_with_and_without_sequence_parallelism() -> None:
     on_ranks = run_ranks(2, _on_two_ranks)
-    whole = [_Results(llm, ParallelGroups.single(), False) for llm in LLMS] * 2
+    whole = [_Results(llm, lora, ParallelGroups.single(), False) for llm, lora in ADAPTED] * 2
     for ranks, expected in zip(zip(*on_ranks, strict=True), whole, strict=True):
         for rank in ranks:
             torch.testing.assert_close(rank.loss, expected.loss, rtol=1e-6, atol=0)

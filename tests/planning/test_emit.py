@@ -138,8 +138,10 @@ def test_the_layout_of_nvidias_tutorial_is_written_for_its_script(tmp_path: Path
 
 
 def test_a_plan_in_python_is_written_as_by_the_command(folder: Path) -> None:
-    settings = ["parallel.placement=unified", "cluster.ranks=1", "train.lora.rank=8"]
+    lora = "train.lora={rank: 16, alpha: 32, scaling: rslora}"
+    settings = ["parallel.placement=unified", "cluster.ranks=1", lora]
     plan, recipe = planned(folder / "text.yaml", settings)
+    assert "peft.alpha=128" in emit(plan, recipe, "megatron-bridge").text, "32 / sqrt(16) = 128 / 16"
     shown = ShownPlan.of(plan)
     assert shown.emit("megatron-bridge", recipe).text == emit(plan, recipe, "megatron-bridge").text
     with pytest.raises(PlanError, match=r"train\.lora"):

@@ -433,6 +433,11 @@ def test_missing_settings_say_what_they_are(write: Write) -> None:
             "train.best: min_gain: found 0.1 without patience, which alone reads it; set patience",
         ),
         (
+            ["train.checkpoint={hf_keep: 2, hf_part: adapter}"],
+            "train.checkpoint: hf_keep: found 2 without hf_every, which alone reads it; set hf_every; hf_part: found "
+            "adapter without hf_every",
+        ),
+        (
             ["data.validation_fraction=0.1", "data.validation=[{path: a.json}]"],
             "data.validation_fraction: 0.1, but data.validation names sources of held-out samples; give one",
         ),

@@ -10,8 +10,9 @@ import psutil
 import pytest
 
 from mmtrain.planning.artifact.plan import Plan
-from mmtrain.runtime.training.background_planning import PLANNING_PROCESS_MODULE, BackgroundPlanning, PlanningOutcome
-from mmtrain.runtime.training.planning_process import PLANNING_NICENESS
+from mmtrain.runtime.training.background_call import CALL_PROCESS_MODULE
+from mmtrain.runtime.training.background_planning import BackgroundPlanning, PlanningOutcome
+from mmtrain.runtime.training.call_process import CALL_NICENESS
 from tests.distributed import RanksFailed, fork_ranks
 from tests.planning.factory import lengths, recipe
 from tests.plans import plan_recipe
@@ -39,8 +40,8 @@ def test_a_plan_made_in_the_background_is_the_planners() -> None:
     ("make_plan", "reason"),
     [
         (partial(refuse, "nothing fits 7 ranks"), "nothing fits 7 ranks"),
-        (fail, "the planner failed: ValueError: an error of ours"),
-        (end_at_once, "the process that planned was killed by SIGKILL"),
+        (fail, "failed with ValueError: an error of ours"),
+        (end_at_once, "its process was killed by SIGKILL"),
     ],
 )
 def test_the_reason_why_there_is_no_plan_is_handed_back(make_plan: Callable[[], Plan], reason: str) -> None:
@@ -51,9 +52,9 @@ def test_the_reason_why_there_is_no_plan_is_handed_back(make_plan: Callable[[], 
 def test_what_cannot_be_sent_leaves_no_process() -> None:
     outcome = outcome_of(lambda: refuse(""))
     assert outcome.reason is not None
-    assert outcome.reason.startswith("planning could not start")
+    assert outcome.reason.startswith("did not start")
     alive = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
-    assert not [child for child in alive if PLANNING_PROCESS_MODULE in child.cmdline()]
+    assert not [child for child in alive if CALL_PROCESS_MODULE in child.cmdline()]
 
 
 def _process_of(pid_file: Path) -> psutil.Process:
@@ -64,12 +65,12 @@ def _process_of(pid_file: Path) -> psutil.Process:
 def test_a_plan_that_is_not_wanted_any_more_is_given_up(tmp_path: Path) -> None:
     planning = BackgroundPlanning(partial(plan_for_ever, tmp_path / "pid"))
     process = _process_of(tmp_path / "pid")
-    assert int((tmp_path / "pid").read_text().split()[1]) >= PLANNING_NICENESS
+    assert int((tmp_path / "pid").read_text().split()[1]) >= CALL_NICENESS
     assert planning.poll() is None
     process.send_signal(signal.SIGTERM)  # as a launcher does to all processes of a job that is to save and stop
     planning.close()
     assert not process.is_running()
-    assert planning.poll() == PlanningOutcome(None, "the process that planned was killed by SIGKILL")
+    assert planning.poll() == PlanningOutcome(None, "its process was killed by SIGKILL")
 
 
 def _be_killed_while_planning(rank: int, size: int, folder: Path, pid_file: Path) -> None:

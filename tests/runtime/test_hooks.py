@@ -173,7 +173,7 @@ def make_hooks(records: RunRecords) -> Callable[..., tuple[FinishBackgroundSave,
     def make(saver: _Saver, background: bool = True) -> tuple[FinishBackgroundSave, Checkpointing]:
         settings = CheckpointSettings(every=4, async_save=background, max_failures=2)
         writer = CheckpointWriter(cast(Any, saver), settings, records, Activity())
-        return FinishBackgroundSave(writer), Checkpointing(writer, records, settings.every)
+        return FinishBackgroundSave(writer), Checkpointing(writer, records, settings)
 
     return make
 

@@ -15,11 +15,15 @@ from tests.recipe.test_settings import ENCODER, RECIPE
 INDEX = cast(DataIndex, SimpleNamespace(samples=[1, 2, 3], fingerprint="f"))
 
 
-def facts(tmp_path: Path, encoders: dict[str, Any] | None = None, **data: Any) -> dict[str, object]:
+def facts(
+    tmp_path: Path, encoders: dict[str, Any] | None = None, lora: dict[str, Any] | None = None, **data: Any
+) -> dict[str, object]:
     tokenizer = tmp_path / "tokenizer.json"
     tokenizer.write_bytes(b"")
     raw = RECIPE | {"data": RECIPE["data"] | {"tokenizer": tokenizer} | data}
     raw["model"] = RECIPE["model"] | {"encoders": encoders or {}}
+    if lora is not None:
+        raw["train"] = RECIPE["train"] | {"lora": lora}
     return flatten(resume_facts(Recipe.model_validate(raw), INDEX))
 
 
@@ -32,6 +36,16 @@ def test_the_facts_of_a_recipe_are_those_of_saved_checkpoints(tmp_path: Path) ->
     assert facts_of_recipe.pop("model.hf") is None  # missing then, and none now: the same
     digest = hashlib.sha256(json.dumps(facts_of_recipe, sort_keys=True).encode()).hexdigest()
     assert digest == "b814b1bc37a175f879723304830dd41ba028692571689ee6c44ad7b3745b9aee"
+
+
+def test_adapters_are_one_fact_that_later_settings_do_not_change(tmp_path: Path) -> None:
+    lora = {"rank": 4, "targets": ["llm.*.linear_qkv"]}
+    of_saved_checkpoints = "rank=4 alpha=32.0 targets=('llm.*.linear_qkv',) also_train=()"
+    assert facts(tmp_path, lora=lora)["train.lora"] == of_saved_checkpoints
+    (change,) = describe_changed_facts(
+        before=facts(tmp_path, lora=lora), now=facts(tmp_path, lora=lora | {"scaling": "rslora"})
+    )
+    assert change.startswith(f"train.lora: {of_saved_checkpoints} then, rank=4 alpha=32.0 scaling='rslora' ")
 
 
 def test_another_version_of_the_grouping_is_named(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from mmtrain.errors import ModelFolderError
+from mmtrain.models.optim.parameter_specs import WeightSource
 from mmtrain.models.stage.stage_module import StageModule
 from mmtrain.recipe import Recipe
 from mmtrain.recipe.settings.train_settings import LoraSettings
@@ -111,7 +112,7 @@ def started(recipe: Recipe, adapter: Path) -> tuple[StageModule, AdaptedWeights]
     return stage_from(recipe, weights), weights
 
 
-def assert_equal_on_two_ranks(stage: StageModule, weights: AdaptedWeights) -> None:
+def assert_equal_on_two_ranks(stage: StageModule, weights: WeightSource) -> None:
     """Assert that two ranks of a tensor-parallel group start with the shards of what one starts with."""
     parameters = dict(zip(specs_of(stage).values(), stage.parameters(), strict=True))
     split = {spec: values for spec, values in parameters.items() if spec.dim is not None}

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mmtrain.api.model_card import model_card
 from mmtrain.runtime.run_folder import RECIPE_FILE, load_run_recipe
+from mmtrain.runtime.training.model_card import model_card
 from tests.weights.hub_server import COMMIT, StandInHub, serve_model
 from tests.weights.pretrained import qwen2, save
 from tests.weights.test_export_weights import run_from

@@ -402,7 +402,7 @@ class LayerFactory:
         modules = dict(layer.named_modules())
         for name in lora.linears:
             if name in modules or not is_of_expert(name):
-                add_adapter(modules[name], lora)
+                add_adapter(modules[name], lora, name, self.groups.tp_rank)
 
     def join_backward(self, block: nn.Module) -> None:
         """Let a block take part in the backward of experts, which train, also if this rank holds none that does."""

@@ -6,6 +6,7 @@ features of each token, so what the ranks exchange is small. `mmtrain.models.meg
 communication of a linear to its caller (`explicit_expert_comm`); the adapter's result then goes through it too.
 """
 
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -25,14 +26,35 @@ from mmtrain.models.shapes.layer_shape import LoraShape
 
 
 class LoraAdapter(nn.Module):
-    """The two matrices beside one linear: `a` (rank, inputs) and `b` (outputs, rank), or this rank's shard of them."""
+    """The two matrices beside one linear: `a` (rank, inputs) and `b` (outputs, rank), or this rank's shard of them.
 
-    def __init__(self, inputs: int, outputs: int, shape: LoraShape, like: Tensor) -> None:
-        """Create uninitialized matrices with the dtype and device of the weight `like`."""
+    If parts of the linear have adapters of their own, `a` has the rows of all of them, one below the other. Each row of
+    `b` belongs to the part of its output. Rows of parts without one stay as they are, and count as zeros.
+    """
+
+    part_of_rows: Tensor | None
+
+    def __init__(
+        self, inputs: int, outputs: int, shape: LoraShape, like: Tensor, part_of_rows: Tensor | None = None
+    ) -> None:
+        """Create uninitialized matrices with the dtype and device of the weight `like`.
+
+        part_of_rows: (outputs, parts), 1 where an output belongs to a part, else 0; None for one adapter on all.
+        """
         super().__init__()
         self.scale = shape.scale
-        self.a = nn.Parameter(torch.empty(shape.rank, inputs, dtype=like.dtype, device=like.device))
+        num_parts = 1 if part_of_rows is None else part_of_rows.shape[1]
+        if part_of_rows is not None:
+            part_of_rows = part_of_rows.to(like)
+        self.register_buffer("part_of_rows", part_of_rows, persistent=False)
+        self.a = nn.Parameter(torch.empty(num_parts * shape.rank, inputs, dtype=like.dtype, device=like.device))
         self.b = nn.Parameter(torch.empty(outputs, shape.rank, dtype=like.dtype, device=like.device))
+
+    def second(self) -> Tensor:
+        """Return what multiplies the features between: `b`, or (outputs, parts * rank) with zeros for other parts."""
+        if self.part_of_rows is None:
+            return self.b
+        return (self.part_of_rows.unsqueeze(-1) * self.b.unsqueeze(1)).flatten(1)
 
 
 class ColumnLinear(ColumnParallelLinear):  # type: ignore[misc]  # Megatron-core has no types
@@ -71,7 +93,7 @@ class ColumnLinear(ColumnParallelLinear):  # type: ignore[misc]  # Megatron-core
             low = gather_from_sequence_parallel_region(
                 F.linear(x, lora.a), tensor_parallel_output_grad=True, group=self.tp_group
             )
-        return F.linear(low * lora.scale, lora.b)
+        return F.linear(low * lora.scale, lora.second())
 
     def _forward_impl(
         self,
@@ -152,11 +174,19 @@ class RowLinear(RowParallelLinear):  # type: ignore[misc]  # Megatron-core has n
         return out
 
 
-def add_adapter(linear: nn.Module, shape: LoraShape) -> None:
-    """Give a linear an adapter with uninitialized matrices, marked as tensor parallelism splits them."""
+def add_adapter(linear: nn.Module, shape: LoraShape, name: str, tp_rank: int) -> None:
+    """Give a linear an adapter with uninitialized matrices, marked as tensor parallelism splits them.
+
+    name: of the linear inside the layer.
+    """
     assert isinstance(linear, ColumnLinear | RowLinear), f"{type(linear).__name__} cannot have an adapter"
     outputs, inputs = linear.weight.shape
-    lora = LoraAdapter(inputs, outputs, shape, linear.weight)
+    parts, part_of_rows = shape.parts_of(name), None
+    if parts is not None:
+        stride = linear.weight.partition_stride  # each rank holds its rows of each part, or a share of all rows
+        sizes = parts.sizes if stride == 1 else tuple(outputs // stride for _ in parts.sizes)
+        part_of_rows = torch.tensor(replace(parts, sizes=sizes).memberships(outputs, first=tp_rank * outputs))
+    lora = LoraAdapter(inputs, outputs, shape, linear.weight, part_of_rows)
     if isinstance(linear, ColumnLinear):
         split, whole, stride = lora.b, lora.a, linear.weight.partition_stride
     else:

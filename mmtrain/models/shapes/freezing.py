@@ -29,6 +29,7 @@ from mmtrain.models.shapes.layer_shape import (
     deepstack_projectors,
     has_rms_post_norm,
     is_of_expert,
+    joint_linears,
     linear_parameters,
     norm_parameters,
 )
@@ -43,11 +44,11 @@ from mmtrain.recipe.settings.train_settings import LoraSettings
 # The parameter of an embedding with learned vectors for the positions of an image to draw, and that of a resampler.
 QUERIES = "queries"
 AnyUnitSettings: TypeAlias = EncoderSettings | LlmSettings | GeneratorSettings
-# Linears as transformers and Megatron-LM name them -> patterns over ours, which join query, key and value, gate and up.
+# Linears as transformers and Megatron-LM name them -> patterns over ours. Gate and up are joint, as in experts.
 LINEAR_PATTERNS = {
-    "q_proj": "llm.*.linear_qkv",
-    "k_proj": "llm.*.linear_qkv",
-    "v_proj": "llm.*.linear_qkv",
+    "q_proj": "llm.*.linear_q",
+    "k_proj": "llm.*.linear_k",
+    "v_proj": "llm.*.linear_v",
     "linear_qkv": "llm.*.linear_qkv",
     "o_proj": "llm.*.linear_proj",
     "linear_proj": "llm.*.linear_proj",
@@ -171,17 +172,24 @@ def _block_parameters(layer: LayerShape) -> Iterator[str]:
 
 
 def _with_adapters(layer: LayerShape, prefix: str, adapted: set[str], settings: LoraSettings) -> LayerShape:
-    """Return a layer with its adapters; `prefix` comes before the names of its linears in `adapted`.
+    """Return a layer with its adapters; `prefix` comes before the names of its linears and their parts in `adapted`.
+
+    A joint linear that is named itself has one adapter, whatever parts of it are named too.
 
     Raises:
         RecipeError: some experts of the layer have an adapter on a linear, and others do not.
     """
-    linears = tuple(name for name in adaptable_linears(layer) if prefix + name in adapted)
+    parts = {}
+    for linear, joint in joint_linears(layer).items():
+        of_linear = tuple(name for name in joint.names if prefix + name in adapted)
+        if of_linear and prefix + linear not in adapted:
+            parts[linear] = replace(joint, adapted=of_linear)
+    linears = tuple(name for name in adaptable_linears(layer) if prefix + name in adapted or name in parts)
     if not linears:
         return layer
     if isinstance(layer.mlp, MoeMlp):
         _require_all_experts(linears, layer.mlp.experts, prefix)
-    lora = LoraShape(settings.rank, settings.alpha / settings.rank, linears)
+    lora = LoraShape(settings.rank, settings.scale, linears, tuple(parts.items()))
     return replace(layer, lora=lora, trainable=True, trains_adapters_only=not layer.trainable)
 
 
@@ -218,9 +226,10 @@ def _full_names(unit: UnitShape, settings: AnyUnitSettings) -> Iterator[str]:
 
 
 def _full_linears(unit: UnitShape) -> Iterator[str]:
-    """Yield the plan-independent names of the linears of a unit that may have an adapter."""
+    """Yield the plan-independent names of the linears of a unit, and of their parts, that may have an adapter."""
     for index, layer in enumerate(unit.layers):
-        for linear in adaptable_linears(layer):
+        parts = (name for joint in joint_linears(layer).values() for name in joint.names)
+        for linear in (*adaptable_linears(layer), *parts):
             yield f"{unit.name}.layers.{index}.{linear}"
 
 
@@ -302,4 +311,6 @@ def _name_here(pattern: str) -> str:
     """Say which pattern matches what transformers names otherwise; empty for other names."""
     name = pattern.rpartition(".")[2]
     here = LINEAR_PATTERNS.get(name)
-    return "" if here is None or here.endswith(name) else f"{name} is part of {here}; "
+    if here is None or here.endswith(name):
+        return ""
+    return f"{name} is {'part of ' * here.endswith('linear_fc1')}{here}; "

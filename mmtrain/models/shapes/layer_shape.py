@@ -58,12 +58,45 @@ def num_pieces(kind: LayerKind) -> int:
 
 
 @dataclass(frozen=True)
+class LinearParts:
+    """A joint linear, such as query, key and value, whose parts have adapters of their own.
+
+    Its outputs repeat a pattern: `sizes[0]` rows of the first part, then `sizes[1]` of the second, and so on.
+    """
+
+    names: tuple[str, ...]  # of all parts inside the layer, such as `self_attention.linear_q`, in the order of the rows
+    sizes: tuple[int, ...]
+    adapted: tuple[str, ...] = ()  # those with an adapter, in this order
+
+    def part_of_rows(self, num_rows: int, first: int = 0) -> list[str]:
+        """Return the part that each of the outputs from `first` on belongs to."""
+        pattern = [name for name, size in zip(self.names, self.sizes, strict=True) for _ in range(size)]
+        return [pattern[row % len(pattern)] for row in range(first, first + num_rows)]
+
+    def memberships(self, num_rows: int, first: int = 0) -> list[list[float]]:
+        """Return (num_rows, adapted parts): 1 where an output from `first` on belongs to the part, else 0."""
+        column_of_part = {name: [float(name == other) for other in self.adapted] for name in self.names}
+        return [column_of_part[name] for name in self.part_of_rows(num_rows, first)]
+
+
+@dataclass(frozen=True)
 class LoraShape:
     """Low-rank adapters (LoRA, arXiv 2106.09685) on linears of one layer."""
 
     rank: int
-    scale: float  # alpha / rank
+    scale: float  # of an adapter's output: alpha / rank, or alpha / sqrt(rank)
     linears: tuple[str, ...]  # names of the linears inside the layer, in execution order
+    # Of the linears whose parts have an A each; the others have one A for all of their outputs.
+    parts: tuple[tuple[str, LinearParts], ...] = ()
+
+    def parts_of(self, linear: str) -> LinearParts | None:
+        """Return the parts of a linear that have adapters of their own; None where one adapter is on all of it."""
+        return next((parts for name, parts in self.parts if name == linear), None)
+
+    def width(self, linear: str) -> int:
+        """Return the features between A and B of a linear: the rows of A."""
+        parts = self.parts_of(linear)
+        return self.rank * (1 if parts is None else len(parts.adapted))
 
 
 @dataclass(frozen=True)
@@ -444,6 +477,26 @@ def adaptable_linears(layer: LayerShape) -> tuple[str, ...]:
             return tuple(f"{projector}{linear}" for linear in ("linear_1", "linear_2") for projector in projectors)
         case _:
             return ()
+
+
+def joint_linears(layer: LayerShape) -> dict[str, LinearParts]:
+    """Return the joint linears of a layer whose parts may have adapters of their own, by the linears' names.
+
+    These are those of the LLM's blocks that `transformers` has apart. The part of queries holds their gates too.
+    """
+    if layer.kind != "decoder_block":
+        return {}
+    joint = {}
+    if isinstance(layer.mixer, Attention):
+        attention = layer.mixer
+        queries = attention.first_width // attention.kv_heads - 2 * attention.head_dim
+        names = tuple(f"self_attention.linear_{part}" for part in "qkv")
+        joint[attention.linears[0]] = LinearParts(names, (queries, attention.head_dim, attention.head_dim))
+    mlp = layer.mlp
+    if isinstance(mlp, DenseMlp) and mlp.gated:
+        names = (f"{mlp.linears[0]}_gate", f"{mlp.linears[0]}_up")
+        joint[mlp.linears[0]] = LinearParts(names, (mlp.ffn, mlp.ffn))
+    return joint
 
 
 def block_linears(block: LayerShape) -> tuple[str, ...]:

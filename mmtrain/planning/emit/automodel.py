@@ -96,7 +96,7 @@ def _training_settings(job: PlannedJob) -> Iterator[EmittedSetting]:
     if train.lora is not None:
         yield EmittedSetting("peft._target_", f"{PACKAGE}.components._peft.lora.PeftConfig")
         yield EmittedSetting("peft.dim", train.lora.rank)
-        yield EmittedSetting("peft.alpha", round(train.lora.alpha))
+        yield EmittedSetting("peft.alpha", round(train.lora.scale * train.lora.rank))  # scaled by alpha / rank there
         yield EmittedSetting("peft.target_modules", "*_proj")
         yield EmittedSetting("peft.exclude_modules", ["*vision*", "*visual*", "*audio*"])
 

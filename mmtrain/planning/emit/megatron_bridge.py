@@ -126,7 +126,7 @@ def _training_settings(job: PlannedJob) -> Iterator[EmittedSetting]:
         yield EmittedSetting("model.freeze_vision_projection", vision.projector.freeze)
     if train.lora is not None:
         yield EmittedSetting("peft.dim", train.lora.rank)
-        yield EmittedSetting("peft.alpha", round(train.lora.alpha))
+        yield EmittedSetting("peft.alpha", round(train.lora.scale * train.lora.rank))  # scaled by alpha / rank there
     if optimizer.moments == "bf16":
         yield EmittedSetting("optimizer.use_precision_aware_optimizer", True)
         yield EmittedSetting("optimizer.exp_avg_dtype", "bf16")

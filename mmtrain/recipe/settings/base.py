@@ -137,6 +137,13 @@ def select_for_saving(section: Section, effect: Effect, mode: Literal["json", "p
     return _select(section, effect, mode, _saved_name)
 
 
+def text_for_saving(section: Section) -> str:
+    """Return all settings of a section as one text, without those that were `added_later` and have their default."""
+    fields = type(section).model_fields.items()
+    shown = [name for name, field in fields if not _is_added_default(section, name, field)]
+    return " ".join(f"{name}={getattr(section, name)!r}" for name in shown)
+
+
 def _select(
     section: Section, effect: Effect, mode: Literal["json", "python"], key_of: Callable[[str, FieldInfo], str]
 ) -> dict[str, Any]:

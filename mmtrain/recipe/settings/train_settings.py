@@ -122,6 +122,9 @@ class OptimizerSettings(Section):
         return min(math.ceil(round(num_steps * ratio, 9)), num_steps - min(num_steps, self.num_warmup_steps(num_steps)))
 
 
+ExportedPart = Literal["model", "adapter", "generator"]  # of a run, that is written for other programs
+
+
 class CheckpointSettings(Section):
     """When to save, and what to keep."""
 
@@ -142,6 +145,38 @@ class CheckpointSettings(Section):
     max_failures: PositiveInt = setting(
         3, affects=NOTHING, description="Failed saves in a row (for example on a full disk) before the run ends."
     )
+    hf_every: int = setting(
+        0,
+        ge=0,
+        affects=NOTHING,
+        added_later=True,
+        description="Steps between checkpoints that are also written as Hugging Face folders, beside the training: "
+        "`hf/step-NNNNNNNN` in the run's folder has what `mmtrain export` writes. The last step has one too. 0: never.",
+    )
+    hf_keep: PositiveInt | None = setting(
+        None,
+        affects=NOTHING,
+        added_later=True,
+        description="How many of the newest of these folders to keep, beside that of the best step (`train.best`) if "
+        "it has one. Default: all.",
+    )
+    hf_part: ExportedPart = setting(
+        "model",
+        affects=NOTHING,
+        added_later=True,
+        description="What they hold: the `model` with adapters merged, the `adapter` alone for `peft`, or the image "
+        "`generator` alone for `diffusers`.",
+    )
+
+    @model_validator(mode="after")
+    def _check_folders(self) -> Self:
+        without = "without hf_every, which alone reads it; set hf_every"
+        problems = []
+        if not self.hf_every and self.hf_keep is not None:
+            problems.append(f"hf_keep: found {self.hf_keep} {without}")
+        if not self.hf_every and self.hf_part != "model":
+            problems.append(f"hf_part: found {self.hf_part} {without}")
+        return self._without(problems)
 
 
 HELD_OUT_PREFIX = "val_"  # of the names of what is measured on held-out samples, in `metrics.jsonl`
@@ -198,7 +233,7 @@ class BestSettings(Section):
 class LoraSettings(Section):
     """Low-rank adapters (LoRA, arXiv 2106.09685): they train in place of the weights, which are frozen.
 
-    A linear W with an adapter computes W x + (alpha / rank) B A x. B starts at zero.
+    A linear W with an adapter computes W x + (alpha / rank) B A x. B starts at zero. See `scaling` for other factors.
     """
 
     rank: PositiveInt = setting(
@@ -207,13 +242,21 @@ class LoraSettings(Section):
     alpha: PositiveFloat = setting(
         32.0, affects={"plan", "resume"}, description="An adapter's output is scaled by `alpha` / `rank`."
     )
+    scaling: Literal["standard", "rslora"] = setting(
+        "standard",
+        affects={"plan", "resume"},
+        added_later=True,
+        description="`rslora` (arXiv 2312.03732): the output is scaled by `alpha` / sqrt(`rank`), so that high ranks "
+        "learn as fast as low ones.",
+    )
     targets: Annotated[tuple[str, ...], Field(min_length=1)] = setting(
         ("llm.*.linear_*",),
         affects={"plan", "resume"},
         description="The linears with an adapter, as patterns over names like "
         "`llm.layers.3.self_attention.linear_qkv`, with `*`, `?` and `[0-3]`. Blocks have `linear_qkv` (query, key and "
         "value; `linear_in` in a gated DeltaNet), `linear_proj`, `linear_fc1` (gate and up) and `linear_fc2`, mixtures "
-        "those of `mlp.experts.*` and of `mlp.shared`; `vision.projector` has `linear_1` and `linear_2`.",
+        "those of `mlp.experts.*` and of `mlp.shared`; `vision.projector` has `linear_1` and `linear_2`. In the LLM, "
+        "`linear_q`, `linear_k`, `linear_v`, `linear_fc1_gate` and `linear_fc1_up` name parts, which have an A each.",
     )
     also_train: tuple[str, ...] = setting(
         (),
@@ -221,6 +264,11 @@ class LoraSettings(Section):
         description="Parameters that train fully beside the adapters, as patterns like those of `freeze`: "
         "`vision.projector.*`. All others are frozen. What `freeze` names stays frozen.",
     )
+
+    @property
+    def scale(self) -> float:
+        """By what an adapter's output is multiplied."""
+        return self.alpha / (math.sqrt(self.rank) if self.scaling == "rslora" else self.rank)
 
 
 class ProfileSettings(Section):
@@ -365,9 +413,17 @@ class TrainSettings(Section):
     init_from: Path | None = setting(
         None,
         affects=NOTHING,
-        description="The folder of another run, whose newest good checkpoint gives the weights to start from, or that "
-        "of an adapter in the form of `peft` for `model.hf`. The optimizer and the data start anew. Relative paths "
-        "start at the recipe's folder. Default: the weights of `model.hf`, or random ones.",
+        description="The folder of another run, whose newest good checkpoint gives the weights to start from, that of "
+        "an adapter in the form of `peft` for `model.hf`, or one of torch.distributed.checkpoint (DCP) with the names "
+        "of the Hugging Face folder. The optimizer and the data start anew. Relative paths start at the recipe's "
+        "folder. Default: the weights of `model.hf`, or random ones.",
+    )
+    init_optimizer: bool = setting(
+        False,
+        affects=NOTHING,
+        added_later=True,
+        description="Also start the optimizer from the DCP folder in `init_from`: master weights, moments and the "
+        "number of updates. The learning-rate schedule and the data start anew.",
     )
     freeze: tuple[str, ...] = setting(
         (),

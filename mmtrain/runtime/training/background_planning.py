@@ -1,22 +1,12 @@
-"""Make a plan beside the training, in a process of its own: planning is Python that would slow the steps down."""
+"""Make a plan beside the training, in a process of its own."""
 
-import contextlib
-import json
-import os
-import pickle
-import signal
-import subprocess
-import sys
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Self
+from functools import partial
+from typing import Any, Self
 
 from mmtrain.planning.artifact.plan import Plan
-
-PLANNING_PROCESS_MODULE = "mmtrain.runtime.training.planning_process"
-# The search is one thread; a GPU is the run's.
-PLANNING_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+from mmtrain.runtime.training.background_call import BackgroundCall, CallOutcome
 
 
 @dataclass(frozen=True)
@@ -29,24 +19,10 @@ class PlanningOutcome:
 
 
 class BackgroundPlanning:
-    """Calls a function that returns a plan, in a niced child process that ends with this one, however this one ends.
-
-    `make_plan` is pickled: a `functools.partial` of a planner that the caller of the runtime passed, so that the
-    runtime needs no import of the search. The child is a new interpreter, since a process with threads and CUDA cannot
-    be forked. A thread talks to it; the methods are for the main thread.
-    """
+    """Calls a function that returns a plan, as `BackgroundCall` does."""
 
     def __init__(self, make_plan: Callable[[], Plan]) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", PLANNING_PROCESS_MODULE],
-            stdin=subprocess.PIPE,  # stays open as long as this process lives; the child ends when it closes
-            stdout=subprocess.PIPE,
-            env=os.environ | PLANNING_ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-            start_new_session=True,  # Ctrl-C is for the trainer
-        )
-        self._outcome: PlanningOutcome | None = None
-        self._thread = threading.Thread(target=self._talk, args=(make_plan,), name="mmtrain-planning", daemon=True)
-        self._thread.start()
+        self._call = BackgroundCall(partial(_plan_values, make_plan))
 
     def __enter__(self) -> Self:
         return self
@@ -56,41 +32,23 @@ class BackgroundPlanning:
 
     def poll(self) -> PlanningOutcome | None:
         """Return the outcome, or None while the plan is being made."""
-        return self._outcome
+        return _as_plan(self._call.poll())
 
     def wait(self, timeout_s: float | None = None) -> PlanningOutcome | None:
         """Wait for the outcome and return it; None if it does not come in time."""
-        self._thread.join(timeout_s)
-        return self._outcome
+        return _as_plan(self._call.wait(timeout_s))
 
     def close(self) -> None:
         """End the child process, whatever it is doing."""
-        self._process.kill()
-        self._thread.join()
-
-    def _talk(self, make_plan: Callable[[], Plan]) -> None:
-        """Send the work, wait for the answer, and collect the process."""
-        process = self._process
-        assert process.stdin is not None
-        assert process.stdout is not None
-        try:
-            pickle.dump(make_plan, process.stdin, protocol=pickle.HIGHEST_PROTOCOL)
-            process.stdin.flush()
-            answer = json.loads(process.stdout.read())
-            plan = None if answer["plan"] is None else Plan.model_validate(answer["plan"])
-            outcome = PlanningOutcome(plan, answer["reason"], answer["seconds"])
-        except (OSError, ValueError):  # a pipe that broke, or half an answer
-            process.kill()  # if it is not that which ended
-            outcome = PlanningOutcome(None, f"the process that planned {_describe_exit(process.wait())}")
-        except Exception as error:  # what cannot be pickled is an error of ours, and must not leave a waiting child
-            process.kill()
-            outcome = PlanningOutcome(None, f"planning could not start: {type(error).__name__}: {error}")
-        for pipe in (process.stdin, process.stdout):
-            with contextlib.suppress(OSError):  # what was not sent cannot be flushed any more
-                pipe.close()
-        process.wait()
-        self._outcome = outcome
+        self._call.close()
 
 
-def _describe_exit(code: int) -> str:
-    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+def _plan_values(make_plan: Callable[[], Plan]) -> dict[str, Any]:
+    return make_plan().model_dump(mode="json")
+
+
+def _as_plan(outcome: CallOutcome | None) -> PlanningOutcome | None:
+    if outcome is None:
+        return None
+    plan = None if outcome.value is None else Plan.model_validate(outcome.value)
+    return PlanningOutcome(plan, outcome.reason, outcome.seconds)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mmtrain.checkpoint import SavingRun, find, is_trusted, set_aside_newer
+from mmtrain.checkpoint.folders import step_of
 from mmtrain.checkpoint.verify_files import complete, read_manifest
 from mmtrain.data.loading.batch_builder import stream_position
 from mmtrain.durable_files import read_log, write_whole
@@ -15,6 +16,7 @@ from mmtrain.report.runlog import METRICS_FILE
 from mmtrain.runtime.run_folder import (
     ABANDONED_FOLDER,
     CHECKPOINTS_FOLDER,
+    HUGGING_FACE_FOLDER,
     SKIPPED_POSITIONS_FILE,
     SKIPPED_STEPS_FILE,
 )
@@ -50,8 +52,9 @@ def parse_go_back(resume_from: str, skip_steps: str | None) -> GoBack:
 def go_back(run_dir: Path, target: GoBack, run: SavingRun) -> str:
     """Make the chosen checkpoint the newest one; return what to tell the user. Call this on rank 0 of `run` only.
 
-    Newer checkpoints move to the folder `abandoned`, with the log entries of the steps after the chosen one. The
-    positions of the data to skip are written to a file, until the first checkpoint that is saved holds them.
+    Newer checkpoints and their Hugging Face folders move to the folder `abandoned`, with the log entries of the steps
+    after the chosen one. The positions of the data to skip are written to a file, until the first checkpoint that is
+    saved holds them.
 
     Raises UserError if there is no such checkpoint, or for steps to skip that were before it.
     """
@@ -60,10 +63,11 @@ def go_back(run_dir: Path, target: GoBack, run: SavingRun) -> str:
     state = read_manifest(chosen).state
     next_step = int(state["next_step"])
     positions = _positions_to_skip(target, next_step, tuple(state.get(SKIPPED_STATE, ())))
-    abandoned = _new_folder(run_dir / ABANDONED_FOLDER, f"after-step-{next_step:08d}")
+    abandoned = new_abandoned_folder(run_dir, next_step)
     num_lost = _copy_entries_after(next_step, run_dir / METRICS_FILE, abandoned)
     _copy_entries_after(next_step, run_dir / SKIPPED_STEPS_FILE, abandoned)
     write_whole(run_dir / SKIPPED_POSITIONS_FILE, json.dumps(positions) + "\n")
+    set_aside_newer_folders(run_dir, next_step, abandoned / HUGGING_FACE_FOLDER)
     moved = set_aside_newer(root, chosen, abandoned, run)
     text = f"going back to {chosen}"
     if moved or num_lost:
@@ -129,10 +133,25 @@ def _copy_entries_after(step: int, path: Path, folder: Path) -> int:
     return len(entries)
 
 
-def _new_folder(root: Path, name: str) -> Path:
-    """Return a folder that does not exist: a run may go back to the same step several times."""
-    folder, attempt = root / name, 1
+def set_aside_newer_folders(run_dir: Path, step: int, target: Path) -> list[Path]:
+    """Move the Hugging Face folders of later steps than `step` to the folder `target`; return their paths.
+
+    They are of checkpoints that the run does not have any more. Raises OSError.
+    """
+    moved = []
+    for folder in find(run_dir / HUGGING_FACE_FOLDER):
+        if (step_of(folder) or 0) > step:
+            target.mkdir(parents=True, exist_ok=True)
+            folder.rename(target / folder.name)
+            moved.append(target / folder.name)
+    return moved
+
+
+def new_abandoned_folder(run_dir: Path, step: int) -> Path:
+    """Return a folder that does not exist for what came after `step`: a run may go back to it several times."""
+    name = f"after-step-{step:08d}"
+    folder, attempt = run_dir / ABANDONED_FOLDER / name, 1
     while folder.exists():
         attempt += 1
-        folder = root / f"{name}-{attempt}"
+        folder = run_dir / ABANDONED_FOLDER / f"{name}-{attempt}"
     return folder

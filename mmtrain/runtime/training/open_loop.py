@@ -30,6 +30,7 @@ from mmtrain.runtime.training.hooks.checkpoints import Checkpointing, Checkpoint
 from mmtrain.runtime.training.hooks.elastic import ResumeTime, StandbyPlanning
 from mmtrain.runtime.training.hooks.guards import CourseWatch, FolderGuard, NonFiniteGuard, QuarantineRecorder
 from mmtrain.runtime.training.hooks.held_out import HeldOutEvaluation, Validation
+from mmtrain.runtime.training.hooks.hugging_face import HuggingFaceExport, HuggingFaceFolders, finish_folders
 from mmtrain.runtime.training.hooks.learning_rate import LearningRateSchedule
 from mmtrain.runtime.training.hooks.plugin_hooks import HookRun, PluginHook, find_hooks
 from mmtrain.runtime.training.hooks.replanning import Replanning
@@ -79,11 +80,15 @@ def open_loop(run: RankRun) -> Iterator[Loop]:
     ):
         records = RunRecords(session.request.run_dir, progress, world.is_first)
         course = CourseWatch(run.position.course, records)
-        saver = _make_saver(run, course)
+        folders = _open_hugging_face_folders(run, records)
+        saver = _make_saver(run, course, folders)
         trackers = stack.enter_context(open_run_trackers(run, records))
-        hooks = build_hooks(run, validation, course, saver, RunLogs(log, trackers, records))
+        hooks = build_hooks(run, validation, course, saver, RunLogs(log, trackers, records), folders)
         for hook in hooks:
             stack.callback(hook.close)
+        if folders is not None and not run.has_steps_left:  # it was killed while its last folders were written
+            folders.look_again(last_step=run.position.first_step)
+            finish_folders(folders, session.patient_world, rank_context.activity)
         yield Loop(
             rank_context=rank_context,
             steps=steps,
@@ -103,6 +108,7 @@ def build_hooks(
     course: CourseWatch,
     saver: BackgroundSaver,
     logs: RunLogs,
+    folders: HuggingFaceFolders | None,
 ) -> tuple[StepHook, ...]:
     """Return the hooks of a run.
 
@@ -138,8 +144,10 @@ def build_hooks(
         *_elastic_hooks(run, records),
         LoadImbalanceReports(index, run.targets, rank_context.dp[LLM], records),
         MetricsLog(logs.log, logs.trackers, records),
-        Checkpointing(writer, records, train.checkpoint.every),
+        Checkpointing(writer, records, train.checkpoint),
     ]
+    if folders is not None:
+        hooks.append(HuggingFaceExport(folders, writer, run.session.patient_world, activity))
     return tuple(hooks)
 
 
@@ -213,7 +221,18 @@ def _make_replanning(run: RankRun, records: RunRecords) -> Replanning:
     return replanning
 
 
-def _make_saver(run: RankRun, course: CourseWatch) -> BackgroundSaver:
+def _open_hugging_face_folders(run: RankRun, records: RunRecords) -> HuggingFaceFolders | None:
+    """Return what writes Hugging Face folders on rank 0, and does nothing on others; None if the recipe wants none."""
+    settings = run.rank_context.recipe.train.checkpoint
+    if not settings.hf_every:
+        return None
+    folders = HuggingFaceFolders(settings, records)
+    if records.is_first:
+        folders.open(run.position.first_step)
+    return folders
+
+
+def _make_saver(run: RankRun, course: CourseWatch, folders: HuggingFaceFolders | None) -> BackgroundSaver:
     """Return what saves this run's checkpoints, with everything beside the weights that a resumed run depends on."""
     best = run.position.best
     state = {
@@ -224,7 +243,11 @@ def _make_saver(run: RankRun, course: CourseWatch) -> BackgroundSaver:
         run.session.request.run_dir / CHECKPOINTS_FOLDER,
         SavedRank.of(run.rank_context),
         lambda: {**state, **course.state(), **({} if best is None else best.state())},
-        SavingRun(run.session.claim.run_id, run.session.claim.require),
+        SavingRun(
+            run.session.claim.run_id,
+            run.session.claim.require,
+            (lambda checkpoint: False) if folders is None else folders.is_owed,
+        ),
     )
 
 

@@ -23,6 +23,7 @@ from mmtrain.runtime.training.start_weights import (
     introduce_start_weights,
     open_start_weights,
     require_fitting_weights,
+    start_optimizer,
 )
 from mmtrain.runtime.training.step_metrics import StepMetricsReducer
 from mmtrain.runtime.world import torch_seed
@@ -45,6 +46,13 @@ class RankRun:
     def plan(self) -> Plan:
         """The plan of which this rank executes its part."""
         return self.chosen.plan
+
+    @property
+    def has_steps_left(self) -> bool:
+        """Whether any step is to be trained."""
+        best = self.position.best
+        ended = best is not None and best.early_end() is not None
+        return not ended and self.position.first_step < self.rank_context.recipe.train.num_steps
 
     @property
     def memory_report(self) -> OutOfMemoryReport:
@@ -70,6 +78,7 @@ def build_run(session: RankSession, chosen: ChosenPlan) -> RankRun:
         rank_context = build_rank_context(recipe, chosen.plan, world, activity, request.faults, start_weights, memory)
         torch.manual_seed(torch_seed(recipe.train.seed))  # after building, which may draw differently on each rank
         require_fitting_weights(start_weights, recipe, patient_world)
+        start_optimizer(rank_context.optimizer, start_weights, recipe)
     if start_weights is not None:
         introduce_start_weights(console, recipe, start_weights)
     position = RunPosition(best=BestTracker.of(recipe))

@@ -25,7 +25,7 @@ from mmtrain.planning.artifact.balancing_targets import derive_step_targets
 from mmtrain.planning.artifact.plan import Plan, sharding_text
 from mmtrain.planning.artifact.plan_change import describe_data_drift
 from mmtrain.recipe import Recipe, dump_recipe
-from mmtrain.recipe.settings.base import POSITION_KEY, flatten, select_for_saving
+from mmtrain.recipe.settings.base import POSITION_KEY, flatten, select_for_saving, text_for_saving
 from mmtrain.report.console import Console
 from mmtrain.runtime.execution.attention_choice import AttentionChoice
 from mmtrain.runtime.execution.checkpointing import restore_checkpoint
@@ -207,7 +207,7 @@ def resume_facts(recipe: Recipe, index: DataIndex) -> dict[str, object]:
     # As one text each: `restore_run` compares the facts of now, and would miss an entry that was removed.
     facts["train"]["freeze"] = " ".join(recipe.train.freeze)
     if recipe.train.lora is not None:
-        facts["train"]["lora"] = str(recipe.train.lora)
+        facts["train"]["lora"] = text_for_saving(recipe.train.lora)
     if recipe.train.epochs is not None:  # then they end with steps; their number may change
         facts["train"][_WHOLE_EPOCHS.removeprefix("train.")] = True
     for folder in start_folders(recipe):  # it may move, but must hold the same model

@@ -3,28 +3,36 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from mmtrain.checkpoint import find, open_newest_good
 from mmtrain.errors import MmtrainError, UserError, first_lines
+from mmtrain.models.optim.parameter_specs import NamedShard
 from mmtrain.models.shapes.model_shape import build_model_shape
 from mmtrain.recipe import Recipe
 from mmtrain.report.console import Console
 from mmtrain.runtime.execution.activity import Activity
 from mmtrain.runtime.execution.checkpointing import checkpoint_ranks
+from mmtrain.runtime.execution.optimizer import Optimizer
 from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, load_run_recipe
 from mmtrain.runtime.training.train_request import TrainRequest
 from mmtrain.runtime.world import World
 from mmtrain.weights import (
     AdaptedWeights,
+    DcpWeights,
     PretrainedWeights,
     RunWeights,
     is_adapter_folder,
+    is_dcp_folder,
     open_adapted,
+    open_dcp,
     open_pretrained,
     start_folders,
 )
 
 MAX_NAMES_IN_MESSAGE = 40  # another model lacks thousands
-StartWeights = PretrainedWeights | AdaptedWeights | RunWeights
+StartWeights = PretrainedWeights | AdaptedWeights | DcpWeights | RunWeights
 
 
 def check_start_weights(recipe: Recipe) -> None:
@@ -32,8 +40,16 @@ def check_start_weights(recipe: Recipe) -> None:
 
     Reads names and headers only; shapes of another run's parameters are compared when the model is built.
     """
+    if recipe.train.init_optimizer and not is_dcp_folder(recipe.train.init_from or Path()):
+        raise UserError(
+            f"train.init_optimizer: found true, but train.init_from ({recipe.train.init_from}) is no folder of "
+            "torch.distributed.checkpoint, which alone gives an optimizer to start from; --resume continues a run with "
+            "its own. Leave train.init_optimizer out to start the optimizer anew"
+        )
     if recipe.train.init_from is None:
         open_pretrained(recipe)
+    elif is_dcp_folder(recipe.train.init_from):
+        open_dcp(recipe).close()
     elif is_adapter_folder(recipe.train.init_from):
         open_adapted(recipe).close()
     else:
@@ -50,6 +66,8 @@ def open_start_weights(
     recipe = request.recipe
     if request.resume and world.on_first(lambda: bool(find(request.run_dir / CHECKPOINTS_FOLDER))):
         return None
+    if recipe.train.init_from is not None and is_dcp_folder(recipe.train.init_from):
+        return open_dcp(recipe)
     if recipe.train.init_from is not None and is_adapter_folder(recipe.train.init_from):
         return open_adapted(recipe)
     if recipe.train.init_from is not None:
@@ -78,6 +96,26 @@ def _require_checkpoint(run: Path) -> None:
         raise UserError(f"train.init_from: the run in {run} has no checkpoint yet; let it save one")
 
 
+def start_optimizer(optimizer: Optimizer, weights: StartWeights | None, recipe: Recipe) -> None:
+    """Continue the optimizer of the folder that a run starts from, if the recipe says so (`train.init_optimizer`).
+
+    Master weights, moments and the number of updates are those of the folder, bit for bit. Parameters that it lacks
+    keep their random values. Raises UserError for an optimizer of another kind.
+    """
+    if not recipe.train.init_optimizer or not isinstance(weights, DcpWeights):
+        return
+
+    def read(piece: NamedShard) -> Tensor:
+        values = torch.empty(piece.tensor.numel(), dtype=piece.tensor.dtype)
+        first = 0 if piece.flat is None else piece.flat[0]
+        is_held = weights.fill_saved(values, piece.name, piece.spec, piece.tp_rank, piece.tp, first)
+        return values if is_held else piece.tensor.detach().clone()
+
+    for unit in optimizer.units.values():
+        unit.load(read)
+    optimizer.num_updates = weights.num_updates
+
+
 def require_fitting_weights(weights: StartWeights | None, recipe: Recipe, world: World) -> None:
     """Raise UserError with all parameters that the other run lacks, has beside ours, or has in another shape.
 
@@ -100,20 +138,29 @@ def introduce_start_weights(console: Console, recipe: Recipe, weights: StartWeig
     if isinstance(weights, RunWeights):
         merged = f", {weights.num_merged} adapters merged into their weights" if weights.num_merged else ""
         text = f"starting from the weights in {weights.checkpoint.folder}{merged}"
+    elif isinstance(weights, DcpWeights):
+        with_optimizer = ""
+        if recipe.train.init_optimizer:
+            with_optimizer = f", and from its optimizer after {weights.num_updates} updates"
+        text = f"starting from the weights in {weights.folder}{_random_units(recipe, weights)}{with_optimizer}"
     elif isinstance(weights, AdaptedWeights):
         text = (
             f"starting from the weights in {recipe.model.hf} with the adapter in {recipe.train.init_from}: "
             f"{weights.num_continued} weights go on with their adapters, {weights.num_merged} with theirs merged"
         )
     else:
-        units = [unit.name for unit in build_model_shape(recipe).units if unit.name not in weights.units]
-        fresh = ", ".join((*units, *weights.fresh_modules))
-        random_weights = f"; random weights for {fresh}, which no folder holds" if fresh else ""
         folders = ", ".join(str(folder.path) for folder in start_folders(recipe))
-        text = f"starting from the weights in {folders}{random_weights}"
+        text = f"starting from the weights in {folders}{_random_units(recipe, weights)}"
     console.print(text, highlight=False, soft_wrap=True)
     if weights.num_new_tokens:
         _introduce_new_tokens(console, recipe, weights.num_new_tokens)
+
+
+def _random_units(recipe: Recipe, weights: PretrainedWeights) -> str:
+    """Say which units and modules start from random weights; empty if none does."""
+    units = [unit.name for unit in build_model_shape(recipe).units if unit.name not in weights.units]
+    fresh = ", ".join((*units, *weights.fresh_modules))
+    return f"; random weights for {fresh}, which no folder holds" if fresh else ""
 
 
 def _introduce_new_tokens(console: Console, recipe: Recipe, num_new: int) -> None:

@@ -22,6 +22,7 @@ from mmtrain.runtime.resilience.launch import LauncherMonitor, free_port, has_wa
 from mmtrain.runtime.resilience.signals import StopSignalListener
 from mmtrain.runtime.run_folder import read_run_state
 from mmtrain.runtime.training.choose_plan import ChosenPlan, choose_plan
+from mmtrain.runtime.training.export_checkpoint import require_exportable
 from mmtrain.runtime.training.hooks.plugin_hooks import find_hooks
 from mmtrain.runtime.training.local_restarts import launch_with_restarts
 from mmtrain.runtime.training.open_loop import open_loop
@@ -51,6 +52,8 @@ def start_training(request: TrainRequest) -> None:
     """
     if not request.resume:
         check_start_weights(request.recipe)  # report weights that do not fit before anything starts
+    if request.recipe.train.checkpoint.hf_every:
+        require_exportable(request.recipe)
     require_trackers(request.recipe.train.loggers)
     require_no_credentials(request.recipe, Redactor())
     find_hooks(request.recipe.train.hooks)

@@ -19,6 +19,7 @@ class CheckpointWriter:
         self.saver = saver
         self._settings, self._records, self._activity = settings, records, activity
         self._num_failures = 0  # in a row
+        self.newest: Path | None = None  # of the checkpoints saved here
 
     def save(self, next_step: int, must: bool) -> Path | None:
         """Save in the background; wait for the result if the settings ask for it. Return a checkpoint that is complete.
@@ -52,6 +53,7 @@ class CheckpointWriter:
                 ) from error
             return None
         self._num_failures = 0
+        self.newest = folder
         self._records.note(f"saved {folder}")
         self._records.write_state("running", self.saver.step)
         return folder
@@ -70,15 +72,16 @@ class FinishBackgroundSave(StepHook):
 
 
 class Checkpointing(StepHook):
-    """Saves a checkpoint every `every` steps, after the best and the last one, and when a signal asked to stop."""
+    """Saves a checkpoint when it is due, after the best and the last step, and when a signal asked to stop."""
 
-    def __init__(self, writer: CheckpointWriter, records: RunRecords, every: int) -> None:
-        self._writer, self._records, self._every = writer, records, every
+    def __init__(self, writer: CheckpointWriter, records: RunRecords, settings: CheckpointSettings) -> None:
+        self._writer, self._records = writer, records
+        self._intervals = (settings.every, settings.hf_every)
 
     def after_step(self, ctx: StepContext) -> None:
         """See `StepHook`."""
         stops = ctx.reduction.stop_requested
-        if not stops and not ctx.is_best and not ctx.is_due(self._every):
+        if not stops and not ctx.is_best and not any(map(ctx.is_due, self._intervals)):
             return
         ctx.checkpoint = self._writer.save(ctx.step_number, must=stops or ctx.is_last)
         if stops and not ctx.is_last:

@@ -1,4 +1,4 @@
-"""The process that `BackgroundPlanning` starts: make one plan, write it to stdout as JSON, and end."""
+"""The process that `BackgroundCall` starts: call one function, write its result to stdout as JSON, and end."""
 
 import json
 import os
@@ -11,40 +11,39 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from mmtrain.errors import UserError
-from mmtrain.planning.artifact.plan import Plan
+from mmtrain.errors import MmtrainError
 
-PLANNING_NICENESS = 15  # of 19: the ranks and the loader's workers come first
+CALL_NICENESS = 15  # of 19: the ranks and the loader's workers come first
 
 
 def main() -> None:
-    """Read a pickled function from stdin, call it, and answer with its plan or with the reason why there is none."""
-    os.nice(PLANNING_NICENESS)
+    """Read a pickled function from stdin, call it, and answer with its result or with the reason why there is none."""
+    os.nice(CALL_NICENESS)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         # A launcher may signal all processes of a job. The run finishes its step and saves, and then ends this one.
         signal.signal(number, signal.SIG_IGN)
     answer_file = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a library prints is no answer
     try:
-        make_plan = pickle.load(sys.stdin.buffer)
+        function = pickle.load(sys.stdin.buffer)
     except EOFError:  # the run ended meanwhile
         return
     threading.Thread(target=_end_with_run, name="mmtrain-parent", daemon=True).start()
     with answer_file:
-        json.dump(_answer(make_plan), answer_file)
+        json.dump(_answer(function), answer_file)
 
 
-def _answer(make_plan: Callable[[], Plan]) -> dict[str, Any]:
+def _answer(function: Callable[[], object]) -> dict[str, Any]:
     start_s = time.perf_counter()
-    plan, reason = None, None
+    value, reason = None, None
     try:
-        plan = make_plan().model_dump(mode="json")
-    except UserError as error:
+        value = function()
+    except MmtrainError as error:
         reason = str(error)
     except Exception as error:  # an error of ours, which must not end the run
         traceback.print_exc()
-        reason = f"the planner failed: {type(error).__name__}: {error}"
-    return {"plan": plan, "reason": reason, "seconds": time.perf_counter() - start_s}
+        reason = f"failed with {type(error).__name__}: {error}"
+    return {"value": value, "reason": reason, "seconds": time.perf_counter() - start_s}
 
 
 def _end_with_run() -> None:
