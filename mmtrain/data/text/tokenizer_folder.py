@@ -74,6 +74,9 @@ class TokenizerFolder:
     media_tokens: dict[MediaKind, str]  # that `config.json` or the tokenizer's settings name for a kind of media
 
 
+_MAX_IDS = 1 << 32  # of the library's type of them
+
+
 def read_tokenizer_folder(path: Path, model_folder: Path | None = None, has_processor: bool = False) -> TokenizerFolder:
     """Read a folder.
 
@@ -225,8 +228,9 @@ def _end_ids(path: Path, tokenizer: Tokenizer, named_tokens: Mapping[str, str]) 
 
 def _token_of(tokenizer: Tokenizer, token_id: object) -> str | None:
     """Return the token with an id that a file names; None for what is no id of the vocabulary."""
-    is_possible = type(token_id) is int and 0 <= token_id < 1 << 32  # the type of the library's ids
-    return tokenizer.id_to_token(token_id) if is_possible else None
+    if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < _MAX_IDS:
+        return None
+    return tokenizer.id_to_token(token_id)
 
 
 def _media_tokens(
