@@ -1,13 +1,18 @@
 """What the evaluator keeps of earlier simulations gives what simulating anew gives."""
 
+from dataclasses import fields
 from itertools import islice
 
+import numpy as np
 import pytest
 
 from mmtrain.planning.evaluate.evaluator import Evaluator
 from mmtrain.planning.evaluate.layout_simulation import simulate_layout, simulate_unless_slow
+from mmtrain.planning.layer_costs.layer_costs import UnitLayerCosts
+from mmtrain.planning.layer_costs.layer_partition import LayerChain, layer_chains
 from mmtrain.planning.space.candidate import Simulation
-from tests.planning.exhaustive import everything, random_instance
+from tests.planning.exhaustive import all_candidates, everything, random_instance
+from tests.planning.factory import evaluator_for, recipe
 
 
 @pytest.mark.parametrize("seed", [pytest.param(1, marks=pytest.mark.slow), 4])
@@ -47,3 +52,23 @@ def test_a_layout_that_a_limit_ended_is_simulated_again_for_a_higher_limit_alone
     found = [anew.simulate_unless_slow(candidate, share * first_batch_s) for share in shares]
     assert limits == [share * first_batch_s for share in (0.5, 0.9, 1.1)]
     assert [candidate is not None for candidate in found] == [share > 1 for share in shares]
+
+
+def test_chains_that_assignments_share_are_those_of_each_by_itself() -> None:
+    evaluator = evaluator_for(recipe())
+    of_units = [c for c in all_candidates(evaluator, 8) if c.placement == "disaggregated"]
+    shared: set[LayerChain] = set()
+    num_chains = 0
+    for candidate in of_units:
+        anew = layer_chains(candidate.assignment, evaluator.layer_costs, evaluator.problem.choices)
+        known = evaluator.layer_chains(candidate)
+        num_chains += len(known)
+        for chain, other in zip(known, anew, strict=True):
+            shared.add(chain)
+            assert (chain.units, chain.bounds, chain.masks) == (other.units, other.bounds, other.masks)
+            assert (chain.pp, chain.vpp, chain.num_microbatches) == (other.pp, other.vpp, other.num_microbatches)
+            assert np.array_equal(chain.round_trip_s, other.round_trip_s)
+            names = [field.name for field in fields(UnitLayerCosts)]
+            assert all(np.array_equal(getattr(chain.costs, name), getattr(other.costs, name)) for name in names)
+            assert chain.anchor == other.anchor
+    assert len(shared) < num_chains / 2

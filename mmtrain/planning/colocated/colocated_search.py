@@ -23,7 +23,7 @@ from mmtrain.planning.colocated.llm_alone import min_in_flight, simulate_llm_alo
 from mmtrain.planning.colocated.stage_kernels import compute_share
 from mmtrain.planning.colocated.tp_bubbles import fill_tp_bubbles
 from mmtrain.planning.evaluate.evaluator import Evaluator
-from mmtrain.planning.evaluate.layout_simulation import busiest_rank
+from mmtrain.planning.evaluate.layout_simulation import busiest_rank, runs_alike
 from mmtrain.planning.layer_costs.layer_costs import BACKWARD, FORWARD, LayerCosts
 from mmtrain.planning.layer_costs.layer_partition import layout_graph
 from mmtrain.planning.space.budget import ColocatedBudget
@@ -527,7 +527,8 @@ def _schedule_and_simulate(
             if fastest is None:
                 return Rejected(outcome, SLOW_FIRST_BATCH)
             may_lose = max_ahead is None and coarse_bound_s < fastest.step_time_s <= limits.planned_s
-            fitted = evaluator.fit_schedule(candidate, layout, coarse) if may_lose else None
+            is_other_order = may_lose and not runs_alike(graph, planned, coarse, hardware)
+            fitted = evaluator.fit_schedule(candidate, layout, coarse) if is_other_order else None
             others = [evaluator.simulate(fitted)] if isinstance(fitted, Candidate) else []
             return min(fastest, *others, key=lambda simulated: simulated.step_time_s) if others else fastest
         if max_ahead is None:

@@ -150,6 +150,21 @@ def scheduled_graph(layout: Layout, schedule: SchedulePlan, layer_costs: LayerCo
     return split_into_pieces(graph, layer_costs.shape, with_sp)
 
 
+def runs_alike(graph: StageGraph, schedule: SchedulePlan, other: SchedulePlan, machine: Hardware) -> bool:
+    """Return whether two schedules of a graph give all ranks the same order of compute, so that their steps are equal.
+
+    To write both orders takes a small part of simulating one of them.
+    """
+    ranks = _followed_ranks(graph, machine)
+    first, second = (build_compute(graph, of_one.kind, of_one.order, ranks).actions for of_one in (schedule, other))
+    return first == second
+
+
+def _followed_ranks(graph: StageGraph, machine: Hardware) -> tuple[int, ...]:
+    """Return the ranks whose actions are enough to know a step."""
+    return representative_ranks(graph, partial(GroupLayout.of_ranks, ranks_per_node=machine.ranks_per_node))
+
+
 def schedule_memory(graph: StageGraph, schedule: SchedulePlan, layer_costs: LayerCosts) -> dict[int, RankMemory]:
     """Return what the ranks of the first replica group hold at their peak under a schedule."""
     ranks: set[int] = set()
@@ -183,8 +198,7 @@ class _CandidateProgram:
         timings = _BatchTimings(graph, layer_costs, machine, budget)
 
         def build() -> tuple[Program, Program]:
-            ranks = representative_ranks(graph, partial(GroupLayout.of_ranks, ranks_per_node=machine.ranks_per_node))
-            compute = build_compute(graph, schedule.kind, schedule.order, ranks)
+            compute = build_compute(graph, schedule.kind, schedule.order, _followed_ranks(graph, machine))
             return compute, lower(compute)
 
         compute, program = build() if programs is None else programs.get(graph, schedule, build)

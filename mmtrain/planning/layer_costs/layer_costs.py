@@ -99,7 +99,7 @@ class UnitLayerTimes:
         return StageSeconds(forward, backward)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class UnitLayerCosts:
     """Costs of one unit's layers, (L,) each: mean seconds of a microbatch, and bytes for the largest microbatch."""
 
@@ -114,6 +114,16 @@ class UnitLayerCosts:
     input_bytes: FloatArray  # hidden states that enter the layer, as a message
     parameters: FloatArray  # parameters that train, on one rank
     kind: IntArray  # layers of one kind are alike in all of this
+
+    @cached_property
+    def span_working(self) -> FloatArray:
+        """(L + 1, L + 1) bytes of a span of layers that are alive only while it is computed."""
+        return _span_working(self.working_bytes, self.kept_bytes, self.input_bytes)
+
+    @cached_property
+    def span_recompute_working(self) -> FloatArray:
+        """(L + 1, L + 1) the same where all of its layers are recomputed that may be."""
+        return _span_working(self.recompute_working_bytes, self.kept_bytes - self.saved_bytes, self.input_bytes)
 
 
 class LayerCosts:
@@ -481,6 +491,20 @@ class LayerCosts:
     def _trained_parameters(self, unit: str, tp: int) -> FloatArray:
         layers = self.shape.unit(unit).layers
         return np.array([num_trained_parameters(layer, tp) for layer in layers], dtype=np.float64)
+
+
+def _span_working(working: FloatArray, kept: FloatArray, inputs: FloatArray) -> FloatArray:
+    """Return (L + 1, L + 1) the most working bytes of a layer in [lo, hi), plus the messages at both ends.
+
+    They come on top of what the span keeps. By then the layers behind have freed their part: see `stage_working_bytes`.
+    """
+    num_layers = len(working)
+    nbytes = np.zeros((num_layers + 1, num_layers + 1))
+    most = np.zeros(num_layers)  # by lo, of spans that end before the layer
+    for layer in range(num_layers):
+        most[: layer + 1] = np.maximum(most[: layer + 1] - kept[layer], working[layer])
+        nbytes[: layer + 1, layer + 1] = most[: layer + 1] + inputs[: layer + 1] + inputs[layer]
+    return nbytes
 
 
 def _share(part_s: float, whole_s: float) -> float:
