@@ -22,6 +22,7 @@ from mmtrain.planning.evaluate.layout_simulation import (
 from mmtrain.planning.evaluate.lower_bounds import MeshTimes, UnitMemoryBound, unit_time_bound
 from mmtrain.planning.evaluate.memory_fit import MemoryMisfit, explain_misfit, fit_memory, within_host_memory
 from mmtrain.planning.evaluate.mesh_time_estimate import MeshTimeEstimate
+from mmtrain.planning.evaluate.partition_orders import KnownOrders
 from mmtrain.planning.evaluate.step_time_estimator import StepTimeEstimator
 from mmtrain.planning.layer_costs.layer_costs import LayerCosts
 from mmtrain.planning.layer_costs.layer_partition import KnownChains, LayerChain, layer_chains
@@ -46,12 +47,20 @@ class Evaluator:
     """Advances candidates of one problem; what is asked twice is computed once."""
 
     def __init__(
-        self, problem: PlanningProblem, budget: SearchBudget = DEFAULT_BUDGET, layer_costs: LayerCosts | None = None
+        self,
+        problem: PlanningProblem,
+        budget: SearchBudget = DEFAULT_BUDGET,
+        layer_costs: LayerCosts | None = None,
+        known_orders: KnownOrders | None = None,
     ) -> None:
         """Evaluate candidates of `problem`.
 
-        layer_costs: costs of the same model and data, with the sequence parallelism that is planned. By default there
-        is none, see `layer_costs.token_splits`.
+        Args:
+            problem: what is planned.
+            budget: how much is tried.
+            layer_costs: costs of the same model and data, with the sequence parallelism that is planned. By default
+                there is none, see `layer_costs.token_splits`.
+            known_orders: of another variant of the problem.
         """
         self.problem = problem
         self.budget = budget
@@ -59,6 +68,7 @@ class Evaluator:
         self._ids = count()
         self._layer_chains: dict[int, tuple[LayerChain, ...]] = {}  # by id of the candidate
         self._known_chains = KnownChains()
+        self.known_orders = known_orders or KnownOrders(budget.evaluation.max_kept_order_actions)
         self._mesh_time_estimates: dict[float, MeshTimeEstimate] = {}  # by share of the memory
         self._estimators: dict[int | None, StepTimeEstimator] = {}
         self._simulations: dict[_WhatRuns | None, Simulation] = {}
@@ -122,7 +132,8 @@ class Evaluator:
         """
         if num_replica_groups not in self._estimators:
             machine = self.problem.hardware
-            self._estimators[num_replica_groups] = StepTimeEstimator(self.layer_costs, machine, num_replica_groups)
+            estimator = StepTimeEstimator(self.layer_costs, machine, num_replica_groups, self.known_orders)
+            self._estimators[num_replica_groups] = estimator
         return self._estimators[num_replica_groups]
 
     def fit(

@@ -263,14 +263,13 @@ def _anchor_that_fits(chain: LayerChain, recompute: SpanRecompute, mask: BoolArr
     is_open = is_open[None] if mask is None else is_open & mask
     lo, hi = band(chain.bounds[-1], longest_span_within(np.where(is_open, least_s, np.inf), limit_s))
     starts = np.maximum(lo, 0)
-    step_s, work_s = (np.full((chain.num_chunks, *lo.shape), np.inf) for _ in range(2))
-    of_chunks = spans_of_partitions((lo >= 0) & is_open[:, starts, hi], chain.num_chunks)
-    # One chunk after another: whatever is worked out for all spans in all chunks takes a gigabyte on the way.
-    for chunk, of_chunk in enumerate(of_chunks):
-        first, last = starts[of_chunk], hi[of_chunk]
-        recompute_s = recompute.seconds(np.asarray(chunk), first, last)
-        step_s[chunk, of_chunk] = _step_seconds(chain, first, last, recompute_s)
-        work_s[chunk, of_chunk] = _work_seconds(chain, first, last, recompute_s)
+    is_part = np.stack(list(spans_of_partitions((lo >= 0) & is_open[:, starts, hi], chain.num_chunks)))
+    chunk, last, column = np.nonzero(is_part)
+    first = starts[last, column]
+    recompute_s = recompute.seconds(chunk, first, last)
+    step_s, work_s = (np.full(is_part.shape, np.inf) for _ in range(2))
+    step_s[is_part] = _step_seconds(chain, first, last, recompute_s)
+    work_s[is_part] = _work_seconds(chain, first, last, recompute_s)
     return min_max_band_partition(step_s, chain.num_chunks, work_s)
 
 

@@ -61,9 +61,8 @@ def min_max_band_partition(costs: FloatArray, num_chunks: int, evened: FloatArra
     num_distinct = max(len(costs), len(evened))
     chunks = zip(_of_chunks(costs, num_distinct), _of_chunks(evened, num_distinct), strict=True)
     limit = optimum * (1 + OPTIMUM_TOLERANCE)
-    squares_within = (np.where(of_chunk <= limit, to_even**2, np.inf) for of_chunk, to_even in chunks)
-    if num_distinct == 1:
-        squares_within = repeat(next(squares_within), num_chunks)
+    distinct = (np.where(of_chunk <= limit, to_even**2, np.inf) for of_chunk, to_even in chunks)
+    squares_within = repeat(next(distinct), num_chunks) if num_distinct == 1 else distinct
     _, last_starts = _solve(squares_within, starts, np.add)
     return _read_bounds(last_starts)
 
