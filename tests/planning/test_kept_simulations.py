@@ -1,5 +1,6 @@
 """What the evaluator keeps of earlier simulations gives what simulating anew gives."""
 
+import weakref
 from dataclasses import fields
 from itertools import islice
 from typing import Any
@@ -11,8 +12,11 @@ from mmtrain.planning.evaluate.evaluator import Evaluator
 from mmtrain.planning.evaluate.layout_simulation import simulate_layout, simulate_unless_slow
 from mmtrain.planning.layer_costs.layer_costs import UnitLayerCosts
 from mmtrain.planning.layer_costs.layer_partition import LayerChain, layer_chains
+from mmtrain.planning.planner import search_placements
 from mmtrain.planning.search.replicated import enumerate_replicated, fit_replicated
-from mmtrain.planning.space.candidate import Candidate, Simulation
+from mmtrain.planning.search.strategies import StrategySearches
+from mmtrain.planning.space.budget import DEFAULT_BUDGET
+from mmtrain.planning.space.candidate import Candidate, SearchResults, Simulation
 from mmtrain.program import Program
 from mmtrain.program.schedules.lower import lower
 from tests.planning.exhaustive import all_candidates, everything, random_instance
@@ -105,3 +109,28 @@ def test_chains_that_assignments_share_are_those_of_each_by_itself() -> None:
             assert all(np.array_equal(getattr(chain.costs, name), getattr(other.costs, name)) for name in names)
             assert chain.anchor == other.anchor
     assert len(shared) < num_chains / 2
+
+
+def test_what_a_first_search_keeps_is_freed_before_one_with_other_activations_begins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    problem = problem_for(recipe(), "h100-80g", 4)
+    first: list[weakref.ref[Evaluator]] = []
+    is_kept: list[bool] = []
+    search = StrategySearches.search
+
+    def again(evaluator: Evaluator, found: SearchResults) -> Evaluator:
+        first.append(weakref.ref(evaluator))
+        assert found.best is not None
+        return Evaluator(problem)
+
+    def watched(searches: StrategySearches, max_strategies: int | None = None) -> SearchResults:
+        if max_strategies is None:
+            is_kept.append(first[0]() is not None)
+        return search(searches, max_strategies)
+
+    monkeypatch.setattr("mmtrain.planning.planner.with_faster_activations", again)
+    monkeypatch.setattr(StrategySearches, "search", watched)
+    _, results = search_placements(problem, DEFAULT_BUDGET)
+    assert results.best is not None
+    assert is_kept == [False]
