@@ -63,7 +63,7 @@ def build_stage_graph(
             tp=unit.tp,
             pp=unit.pp,
             dp=unit.dp,
-            ranks=unit.ranks,
+            ranks=_shared_ranks(unit.ranks),
             num_microbatches=num_microbatches[name],
             vpp=unit.vpp,
             shard=unit.shard,
@@ -136,6 +136,12 @@ def _stages(mesh: UnitMesh, unit: UnitPlan, shape: ModelShape) -> Iterator[Stage
             recompute=frozenset(stage.recompute),
             sp=unit.sp and unit.tp > 1,
         )
+
+
+@lru_cache(maxsize=256)
+def _shared_ranks(ranks: tuple[int, ...]) -> tuple[int, ...]:
+    """Return equal ranks as one object: hundreds of graphs of a search list the same thousands of numbers."""
+    return ranks
 
 
 @lru_cache(maxsize=64)  # of thousands of ranks, listing these is most of the work, and graphs of one mesh share them

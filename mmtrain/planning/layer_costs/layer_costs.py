@@ -50,6 +50,7 @@ SpSizes = Mapping[str, frozenset[int]]  # by unit, the tensor-parallel sizes wit
 TpChunks = Mapping[str, Mapping[int, int]]  # by unit and tensor-parallel size, chunks of tokens where there are several
 
 
+MAX_KEPT_COMMUNICATORS = 64  # graphs whose ranks' communicators are known: layouts of one mesh come one after another
 FORWARD, BACKWARD, RECOMPUTE = range(3)  # index of `UnitLayerTimes.by_kind`: what a layer does with a microbatch
 
 
@@ -163,7 +164,7 @@ class LayerCosts:
         self._unit_costs: dict[tuple[str, int, LoadSplit], UnitLayerCosts] = {}
         self._waiting_shares: dict[tuple[str, int], FloatArray] = {}
         self._machine = problem.hardware
-        self._communicators: dict[tuple[object, ...], Mapping[int, float]] = {}
+        self._communicators: RecentlyUsed[Mapping[int, float]] = RecentlyUsed(MAX_KEPT_COMMUNICATORS)
 
     def with_settings(
         self,
@@ -363,10 +364,9 @@ class LayerCosts:
         )
 
     def _communicator_bytes(self, graph: StageGraph) -> Mapping[int, float]:
+        # Layers do not matter, and many layouts differ in nothing else.
         key = (graph.meshes, graph.edges, tuple(stage.trainable for stage in graph.stages))
-        if key not in self._communicators:  # layers do not matter, and many layouts differ in nothing else
-            self._communicators[key] = communicator_bytes(graph, self._machine)
-        return self._communicators[key]
+        return self._communicators.get(key, partial(communicator_bytes, graph, self._machine))
 
     def min_message_bytes(self, unit: str, tp: int, split: BatchSplit) -> int:
         """Return the least bytes that a rank sends to the unit's next stage for a microbatch."""
