@@ -88,7 +88,8 @@ def search_placements(problem: PlanningProblem, budget: SearchBudget) -> tuple[E
         searches = StrategySearches(evaluator)
         faster = with_faster_activations(evaluator, searches.search(max_strategies=1))
         if faster is not None:
-            searches = StrategySearches(faster)
+            evaluator = faster  # and what the first search keeps, up to a gigabyte, is freed before the next begins
+            searches = StrategySearches(evaluator)
         results = searches.search()
         if results.best is not None:
             return searches.evaluator, searches.with_losers()

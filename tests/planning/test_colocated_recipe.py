@@ -28,7 +28,7 @@ from mmtrain.planning.colocated.colocated_search import (
 )
 from mmtrain.planning.colocated.encoder_order import plan_encoder_order, scheduling_efficiency
 from mmtrain.planning.evaluate.evaluator import Evaluator
-from mmtrain.planning.evaluate.layout_simulation import SampledBatchTiming, model_timing
+from mmtrain.planning.evaluate.layout_simulation import SampledBatchTiming, model_timing, runs_alike
 from mmtrain.planning.formulate import formulate_problem
 from mmtrain.planning.layer_costs.layer_costs import LayerCosts
 from mmtrain.planning.layer_costs.layer_partition import layout_graph
@@ -37,6 +37,8 @@ from mmtrain.planning.space.candidate import Candidate
 from mmtrain.planning.space.sample_batches import batch_split_of
 from mmtrain.program import Fill, ScheduleKind, build_program
 from mmtrain.program.ir.graph import LLM
+from mmtrain.program.ir.serialize import action_to_text
+from mmtrain.program.schedules.builder import build_compute
 from mmtrain.program.simulation.simulate import simulate
 from mmtrain.recipe.settings.schema import Recipe
 from mmtrain.report import plan_table
@@ -187,6 +189,25 @@ def test_candidates_are_never_slower_than_their_coarse_order() -> None:
     for candidate in results.candidates:
         coarse = SchedulePlan(kind="coarse", num_microbatches=dict(candidate.layout.num_microbatches))
         assert candidate.step_time_s <= simulated(candidate.layout, evaluator, coarse).step_time_s
+
+
+def test_an_explicit_order_runs_as_the_coarse_one_where_it_is_that_order() -> None:
+    evaluator = evaluator_for(recipe())
+    num_others = 0
+    for layout in layouts(recipe(), 4):
+        graph, counts = layout_graph(layout, evaluator.layer_costs), dict(layout.num_microbatches)
+        coarse = SchedulePlan(kind="coarse", num_microbatches=counts)
+        for kind in ("coarse", "1f1b"):
+            compute = build_compute(graph, kind)
+            order = {rank: tuple(map(action_to_text, actions)) for rank, actions in compute.actions.items()}
+            explicit = SchedulePlan(kind="explicit", num_microbatches=counts, order=order)
+            is_same = compute.actions == build_compute(graph, "coarse").actions
+            assert runs_alike(graph, explicit, coarse, MACHINE) == is_same
+            num_others += not is_same
+            if is_same:
+                steps = [simulated(layout, evaluator, schedule).simulation for schedule in (explicit, coarse)]
+                assert steps[0] == steps[1]
+    assert num_others
 
 
 def test_replicas_of_an_encoder_own_whole_microbatches_where_that_is_faster() -> None:

@@ -59,6 +59,7 @@ _QWEN3_5_PATTERN = (  # which keeps combining marks with the letters before them
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
 )
+_MAX_IDS = 1 << 32  # of tokens, by the type of the library
 
 
 @dataclass(frozen=True)
@@ -72,9 +73,6 @@ class TokenizerFolder:
     special_tokens: dict[str, str]  # variables of the template, such as `bos_token`
     end_ids: frozenset[int]  # where generation ends
     media_tokens: dict[MediaKind, str]  # that `config.json` or the tokenizer's settings name for a kind of media
-
-
-_MAX_IDS = 1 << 32  # of the library's type of them
 
 
 def read_tokenizer_folder(path: Path, model_folder: Path | None = None, has_processor: bool = False) -> TokenizerFolder:

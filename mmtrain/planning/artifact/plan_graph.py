@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import lru_cache
 
 from mmtrain.costs.gradient_buckets import apart_parameters, bucket_starts, reduced_parameters
 from mmtrain.models.shapes.model_shape import (
@@ -62,7 +63,7 @@ def build_stage_graph(
             tp=unit.tp,
             pp=unit.pp,
             dp=unit.dp,
-            ranks=unit.ranks,
+            ranks=_shared_ranks(unit.ranks),
             num_microbatches=num_microbatches[name],
             vpp=unit.vpp,
             shard=unit.shard,
@@ -124,8 +125,7 @@ def split_into_pieces(graph: StageGraph, shape: ModelShape, with_sp: Collection[
 
 def _stages(mesh: UnitMesh, unit: UnitPlan, shape: ModelShape) -> Iterator[Stage]:
     layers = shape.unit(mesh.unit).layers
-    # By pipeline rank: of thousands of ranks, listing these is most of the work.
-    tp_groups = [tuple(mesh.tp_group(i, replica) for replica in range(mesh.num_replicas)) for i in range(mesh.pp)]
+    tp_groups = _tp_groups(mesh)
     for stage in unit.stages:
         lo, hi = stage.layers
         yield Stage(
@@ -136,6 +136,19 @@ def _stages(mesh: UnitMesh, unit: UnitPlan, shape: ModelShape) -> Iterator[Stage
             recompute=frozenset(stage.recompute),
             sp=unit.sp and unit.tp > 1,
         )
+
+
+@lru_cache(maxsize=256)
+def _shared_ranks(ranks: tuple[int, ...]) -> tuple[int, ...]:
+    """Return equal ranks as one object: hundreds of graphs of a search list the same thousands of numbers."""
+    return ranks
+
+
+@lru_cache(maxsize=64)  # of thousands of ranks, listing these is most of the work, and graphs of one mesh share them
+def _tp_groups(mesh: UnitMesh) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """Return the TP groups of all replicas by pipeline rank."""
+    replicas = range(mesh.num_replicas)
+    return tuple(tuple(mesh.tp_group(rank, replica) for replica in replicas) for rank in range(mesh.pp))
 
 
 def _with_buckets(stages: Iterable[Stage], unit: UnitPlan, name: str, shape: ModelShape) -> Iterator[Stage]:

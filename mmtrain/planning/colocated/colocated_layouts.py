@@ -1,6 +1,7 @@
 """Enumerate colocated meshes, and lay a model out on them: the other units on the LLM's ranks, on their own meshes."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise, product
 from math import ceil
 
@@ -78,17 +79,17 @@ def colocated_layout(
     layer_costs: LayerCosts,
     others: Mapping[str, MeshSize],
     llm: MeshSize,
-    recompute: Mapping[str, float] | None = None,
     num_microbatches: Mapping[str, int] | None = None,
     divisions: Mapping[str, Sequence[int] | None] | None = None,
 ) -> Layout | None:
     """Divide every unit into stages of equal time; return None if a unit has too few layers.
 
+    Nothing is recomputed but what the recipe says.
+
     Args:
         layer_costs: costs of the model on the sampled batches.
         others: meshes of the other units.
         llm: mesh of the LLM.
-        recompute: by unit, the share of each stage's layers that is recomputed where the recipe does not recompute all.
         num_microbatches: of each replica, by unit; default: those that the recipe fixes, else the LLM's number.
         divisions: by unit, the blocks of each stage where the recipe divides the unit, else None.
     """
@@ -101,13 +102,7 @@ def colocated_layout(
         bounds = min_max_partition(seconds, size.pp * size.vpp, allowed)
         if bounds is None:
             return None
-        share = 1.0 if layer_costs.recompute[unit] == "all" else (recompute or {}).get(unit, 0.0)
-        stages = tuple(
-            StagePlan(
-                stage=i, chunk=i // size.pp, layers=(lo, hi), recompute=tuple(range(lo, lo + ceil(share * (hi - lo))))
-            )
-            for i, (lo, hi) in enumerate(pairwise(bounds))
-        )
+        stages = [StagePlan(stage=i, chunk=i // size.pp, layers=layers) for i, layers in enumerate(pairwise(bounds))]
         units[unit] = UnitPlan(
             tp=size.tp,
             pp=size.pp,
@@ -117,9 +112,22 @@ def colocated_layout(
             tp_chunks=layer_costs.num_chunks(unit, size.tp),
             bucket_parameters=layer_costs.bucket_parameters,
             ranks=_ranks_on_llm(size, llm),
-            stages=stages,
+            stages=tuple(stages),
         )
-    return Layout("colocated", units, num_microbatches_of(split))
+    return with_recompute(Layout("colocated", units, num_microbatches_of(split)), layer_costs, {})
+
+
+def with_recompute(layout: Layout, layer_costs: LayerCosts, shares: Mapping[str, float]) -> Layout:
+    """Return the layout with a share of each stage's layers recomputed, by unit; all where the recipe says so."""
+    units = {}
+    for name, unit in layout.units.items():
+        share = 1.0 if layer_costs.recompute[name] == "all" else shares.get(name, 0.0)
+        stages = tuple(
+            stage.model_copy(update={"recompute": tuple(range(lo, lo + ceil(share * (hi - lo))))})
+            for stage, (lo, hi) in ((stage, stage.layers) for stage in unit.stages)
+        )
+        units[name] = unit.model_copy(update={"stages": stages})
+    return replace(layout, units=units)
 
 
 def _ranks_on_llm(size: MeshSize, llm: MeshSize) -> tuple[int, ...]:

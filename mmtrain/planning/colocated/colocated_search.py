@@ -17,13 +17,14 @@ from mmtrain.planning.colocated.colocated_layouts import (
     llm_mesh_sizes,
     merged_microbatch_counts,
     other_mesh_sizes,
+    with_recompute,
 )
 from mmtrain.planning.colocated.encoder_order import max_ahead_choices, plan_encoder_order
 from mmtrain.planning.colocated.llm_alone import min_in_flight, simulate_llm_alone
 from mmtrain.planning.colocated.stage_kernels import compute_share
 from mmtrain.planning.colocated.tp_bubbles import fill_tp_bubbles
 from mmtrain.planning.evaluate.evaluator import Evaluator
-from mmtrain.planning.evaluate.layout_simulation import busiest_rank
+from mmtrain.planning.evaluate.layout_simulation import busiest_rank, runs_alike
 from mmtrain.planning.layer_costs.layer_costs import BACKWARD, FORWARD, LayerCosts
 from mmtrain.planning.layer_costs.layer_partition import layout_graph
 from mmtrain.planning.space.budget import ColocatedBudget
@@ -262,10 +263,42 @@ class _Attempt:
     _layouts: dict[int, Layout | Rejected | None] = field(default_factory=dict, init=False)
 
     def layout_at(self, level: int) -> Layout | Rejected | None:
-        """Return the layout with what this level recomputes; see `_lay_out`."""
+        """Return the layout with what this level recomputes, or why no order of it can run.
+
+        None where the layers are too few.
+        """
         if level not in self._layouts:
-            self._layouts[level] = _lay_out(self.candidate, self.levels[level], self.evaluator)
+            self._layouts[level] = self._lay_out(self.levels[level])
         return self._layouts[level]
+
+    def _lay_out(self, recompute: RecomputeShares) -> Layout | Rejected | None:
+        """Return the layout with a share of its layers recomputed, see `layout_at`."""
+        layer_costs, hardware = self.evaluator.layer_costs, self.evaluator.problem.hardware
+        if self._divided is None:
+            return None
+        tp_group = split_tp_group(self._divided.units, hardware.ranks_per_node)
+        if tp_group is not None:
+            return Rejected(self.candidate, f"the tensor-parallel group of ranks {tp_group} lies on two nodes")
+        layout = with_recompute(self._divided, layer_costs, recompute)
+        least_memory = layer_costs.memory(layout_graph(layout, layer_costs), self._least_in_flight)
+        if max(memory.total for memory in least_memory.values()) > self.evaluator.memory_bytes:
+            return self.evaluator.misfit(self.candidate, least_memory)
+        return layout
+
+    @cached_property
+    def _divided(self) -> Layout | None:
+        """Every unit in stages, whatever is recomputed; None if the layers are too few."""
+        assignment, choices = self.candidate.assignment, self.evaluator.problem.choices
+        others = {unit: mesh for unit, mesh in assignment.meshes.items() if unit != LLM}
+        divisions = {name: unit.layers_per_chunk for name, unit in choices.items()}
+        llm, num_microbatches = assignment.meshes[LLM], assignment.num_microbatches
+        return colocated_layout(self.evaluator.layer_costs, others, llm, num_microbatches, divisions)
+
+    @cached_property
+    def _least_in_flight(self) -> Mapping[StageId, int]:
+        """The fewest microbatches that each stage must hold, whatever is recomputed."""
+        assert self._divided is not None
+        return min_in_flight(layout_graph(self._divided, self.evaluator.layer_costs))
 
     @cached_property
     def first_level(self) -> int | None:
@@ -472,26 +505,6 @@ def _recompute_levels(layer_costs: LayerCosts, shares: tuple[float, ...]) -> lis
     return [*of_others, *of_llm]
 
 
-def _lay_out(candidate: Candidate, recompute: RecomputeShares, evaluator: Evaluator) -> Layout | Rejected | None:
-    """Divide every unit into stages, or say why no order of them can run; None if the layers are too few."""
-    layer_costs, hardware = evaluator.layer_costs, evaluator.problem.hardware
-    meshes = candidate.assignment.meshes
-    others = {unit: mesh for unit, mesh in meshes.items() if unit != LLM}
-    num_microbatches = candidate.assignment.num_microbatches
-    divisions = {name: unit.layers_per_chunk for name, unit in evaluator.problem.choices.items()}
-    layout = colocated_layout(layer_costs, others, meshes[LLM], recompute, num_microbatches, divisions)
-    if layout is None:
-        return None
-    tp_group = split_tp_group(layout.units, hardware.ranks_per_node)
-    if tp_group is not None:
-        return Rejected(candidate, f"the tensor-parallel group of ranks {tp_group} lies on two nodes")
-    graph = layout_graph(layout, layer_costs)
-    least_memory = layer_costs.memory(graph, min_in_flight(graph))
-    if max(memory.total for memory in least_memory.values()) > evaluator.memory_bytes:
-        return evaluator.misfit(candidate, least_memory)
-    return layout
-
-
 def _schedule_and_simulate(
     candidate: Candidate, layout: Layout, evaluator: Evaluator, limits: _Limits
 ) -> Candidate | Rejected:
@@ -527,7 +540,8 @@ def _schedule_and_simulate(
             if fastest is None:
                 return Rejected(outcome, SLOW_FIRST_BATCH)
             may_lose = max_ahead is None and coarse_bound_s < fastest.step_time_s <= limits.planned_s
-            fitted = evaluator.fit_schedule(candidate, layout, coarse) if may_lose else None
+            is_other_order = may_lose and not runs_alike(graph, planned, coarse, hardware)
+            fitted = evaluator.fit_schedule(candidate, layout, coarse) if is_other_order else None
             others = [evaluator.simulate(fitted)] if isinstance(fitted, Candidate) else []
             return min(fastest, *others, key=lambda simulated: simulated.step_time_s) if others else fastest
         if max_ahead is None:

@@ -22,9 +22,10 @@ from mmtrain.planning.evaluate.layout_simulation import (
 from mmtrain.planning.evaluate.lower_bounds import MeshTimes, UnitMemoryBound, unit_time_bound
 from mmtrain.planning.evaluate.memory_fit import MemoryMisfit, explain_misfit, fit_memory, within_host_memory
 from mmtrain.planning.evaluate.mesh_time_estimate import MeshTimeEstimate
+from mmtrain.planning.evaluate.partition_orders import KnownOrders
 from mmtrain.planning.evaluate.step_time_estimator import StepTimeEstimator
 from mmtrain.planning.layer_costs.layer_costs import LayerCosts
-from mmtrain.planning.layer_costs.layer_partition import LayerChain, layer_chains
+from mmtrain.planning.layer_costs.layer_partition import KnownChains, LayerChain, layer_chains
 from mmtrain.planning.space.budget import DEFAULT_BUDGET, SearchBudget
 from mmtrain.planning.space.candidate import (
     Candidate,
@@ -46,18 +47,29 @@ class Evaluator:
     """Advances candidates of one problem; what is asked twice is computed once."""
 
     def __init__(
-        self, problem: PlanningProblem, budget: SearchBudget = DEFAULT_BUDGET, layer_costs: LayerCosts | None = None
+        self,
+        problem: PlanningProblem,
+        budget: SearchBudget = DEFAULT_BUDGET,
+        layer_costs: LayerCosts | None = None,
+        known_orders: KnownOrders | None = None,
     ) -> None:
         """Evaluate candidates of `problem`.
 
-        layer_costs: costs of the same model and data, with the sequence parallelism that is planned. By default there
-        is none, see `layer_costs.token_splits`.
+        Args:
+            problem: what is planned.
+            budget: how much is tried.
+            layer_costs: costs of the same model and data, with the sequence parallelism that is planned. By default
+                there is none, see `layer_costs.token_splits`.
+            known_orders: of another variant of the problem.
         """
         self.problem = problem
         self.budget = budget
         self.layer_costs = layer_costs or LayerCosts(problem, budget=budget)
         self._ids = count()
         self._layer_chains: dict[int, tuple[LayerChain, ...]] = {}  # by id of the candidate
+        self._known_chains = KnownChains()
+        self.known_orders = known_orders or KnownOrders(budget.evaluation.max_kept_order_actions)
+        self._mesh_time_estimates: dict[float, MeshTimeEstimate] = {}  # by share of the memory
         self._estimators: dict[int | None, StepTimeEstimator] = {}
         self._simulations: dict[_WhatRuns | None, Simulation] = {}
         self._slow: dict[_WhatRuns | None, float] = {}  # seconds that the first batch exceeds, of those not simulated
@@ -95,7 +107,12 @@ class Evaluator:
 
     def mesh_time_estimate_within(self, share: float) -> MeshTimeEstimate:
         """Return what estimates the seconds of a unit in a step if it has this share of the memory."""
-        return MeshTimeEstimate(self.layer_costs, self.mesh_times, self.memory_lower_bound, share * self.memory_bytes)
+        if share not in self._mesh_time_estimates:
+            estimate = MeshTimeEstimate(
+                self.layer_costs, self.mesh_times, self.memory_lower_bound, share * self.memory_bytes
+            )
+            self._mesh_time_estimates[share] = estimate
+        return self._mesh_time_estimates[share]
 
     def enumerated(self, assignment: MeshAssignment) -> Candidate:
         """Return a new candidate, under a number of its own."""
@@ -104,7 +121,7 @@ class Evaluator:
     def layer_chains(self, candidate: Candidate) -> tuple[LayerChain, ...]:
         """Return the lines of layers that the candidate divides over pipeline ranks."""
         if candidate.id not in self._layer_chains:
-            chains = layer_chains(candidate.assignment, self.layer_costs, self.problem.choices)
+            chains = layer_chains(candidate.assignment, self.layer_costs, self.problem.choices, self._known_chains)
             self._layer_chains[candidate.id] = chains
         return self._layer_chains[candidate.id]
 
@@ -115,7 +132,8 @@ class Evaluator:
         """
         if num_replica_groups not in self._estimators:
             machine = self.problem.hardware
-            self._estimators[num_replica_groups] = StepTimeEstimator(self.layer_costs, machine, num_replica_groups)
+            estimator = StepTimeEstimator(self.layer_costs, machine, num_replica_groups, self.known_orders)
+            self._estimators[num_replica_groups] = estimator
         return self._estimators[num_replica_groups]
 
     def fit(

@@ -25,7 +25,7 @@ from mmtrain.planning.space.recently_used import RecentlyUsed
 from mmtrain.planning.space.sample_batches import batch_split_of
 from mmtrain.program.ir.actions import Collective, Compute, Direction, Partial, Send
 from mmtrain.program.ir.data_dependencies import Bucket
-from mmtrain.program.ir.graph import Microbatch, Stage, StageGraph, StageId
+from mmtrain.program.ir.graph import Microbatch, Stage, StageGraph, StageId, UnitMesh
 from mmtrain.program.ir.program import Program
 from mmtrain.program.ir.segments import direction
 from mmtrain.program.ir.step_loads import StepLoads
@@ -45,7 +45,7 @@ class LoweredPrograms:
     """The last few programs by rule, for layouts that differ only in which layers their stages hold or recompute.
 
     To write a program and its communication takes longer than to run it on a batch, and what it does depends on
-    neither.
+    neither; nor does it depend on how many of the replicas of a sharded unit hold one copy of it.
     """
 
     max_actions: int
@@ -61,7 +61,13 @@ class LoweredPrograms:
         if schedule.order is not None:  # its lines name layers, and no two layouts share an order
             return build()
         stages = tuple(replace(stage, layers=_layers_of_order(stage), recompute=frozenset()) for stage in graph.stages)
-        return self._programs.get((schedule.kind, replace(graph, stages=stages)), build)
+        meshes = tuple(mesh if mesh.shard is None else _with_one_copy_each(mesh) for mesh in graph.meshes)
+        return self._programs.get((schedule.kind, replace(graph, meshes=meshes, stages=stages)), build)
+
+
+def _with_one_copy_each(mesh: UnitMesh) -> UnitMesh:
+    """Return the mesh of a sharded unit as if each replica held a copy: its passes are still those of all replicas."""
+    return replace(mesh, shard=1, keeps_weights=False)
 
 
 def _layers_of_order(stage: Stage) -> tuple[int, int]:
@@ -150,6 +156,21 @@ def scheduled_graph(layout: Layout, schedule: SchedulePlan, layer_costs: LayerCo
     return split_into_pieces(graph, layer_costs.shape, with_sp)
 
 
+def runs_alike(graph: StageGraph, schedule: SchedulePlan, other: SchedulePlan, machine: Hardware) -> bool:
+    """Return whether two schedules of a graph give all ranks the same order of compute, so that their steps are equal.
+
+    To write both orders takes a small part of simulating one of them.
+    """
+    ranks = _followed_ranks(graph, machine)
+    first, second = (build_compute(graph, of_one.kind, of_one.order, ranks).actions for of_one in (schedule, other))
+    return first == second
+
+
+def _followed_ranks(graph: StageGraph, machine: Hardware) -> tuple[int, ...]:
+    """Return the ranks whose actions are enough to know a step."""
+    return representative_ranks(graph, partial(GroupLayout.of_ranks, ranks_per_node=machine.ranks_per_node))
+
+
 def schedule_memory(graph: StageGraph, schedule: SchedulePlan, layer_costs: LayerCosts) -> dict[int, RankMemory]:
     """Return what the ranks of the first replica group hold at their peak under a schedule."""
     ranks: set[int] = set()
@@ -183,8 +204,7 @@ class _CandidateProgram:
         timings = _BatchTimings(graph, layer_costs, machine, budget)
 
         def build() -> tuple[Program, Program]:
-            ranks = representative_ranks(graph, partial(GroupLayout.of_ranks, ranks_per_node=machine.ranks_per_node))
-            compute = build_compute(graph, schedule.kind, schedule.order, ranks)
+            compute = build_compute(graph, schedule.kind, schedule.order, _followed_ranks(graph, machine))
             return compute, lower(compute)
 
         compute, program = build() if programs is None else programs.get(graph, schedule, build)

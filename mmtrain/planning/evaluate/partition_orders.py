@@ -64,17 +64,24 @@ class OrderedPartitions:
 
 
 @dataclass
+class KnownOrders:
+    """Orders by what they depend on; variants of a problem, whose layers keep activations in other ways, share them."""
+
+    max_actions: int  # of the orders that are kept
+    orders: RecentlyUsed[ComputeOrder] = field(init=False)
+    in_flight: dict[tuple[object, ...], Mapping[StageId, int]] = field(default_factory=dict)
+    positions: dict[tuple[object, ...], Sequence[PipelinePosition]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.orders = RecentlyUsed(self.max_actions, lambda order: order.num_actions)
+
+
+@dataclass(frozen=True)
 class PartitionOrders:
     """The orders of a model's layer partitions, each worked out once, or again after many others."""
 
     layer_costs: LayerCosts
-    _orders: RecentlyUsed[ComputeOrder] = field(init=False)
-    _in_flight: dict[tuple[object, ...], Mapping[StageId, int]] = field(default_factory=dict)
-    _positions: dict[tuple[object, ...], Sequence[PipelinePosition]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        max_actions = self.layer_costs.budget.evaluation.max_kept_order_actions
-        self._orders = RecentlyUsed(max_actions, lambda order: order.num_actions)
+    known: KnownOrders
 
     def group_by_order(
         self,
@@ -108,15 +115,15 @@ class PartitionOrders:
         if not self._is_unified_chain(assignment):
             [features] = self._graph_keys(spans).tolist()
             key = self._graph_key(assignment, tuple(features))
-            if key not in self._in_flight:
-                self._in_flight[key] = _most_in_flight(self._positions_of(key, self._graph(assignment, partition)))
-            return self._in_flight[key]
+            if key not in self.known.in_flight:
+                self.known.in_flight[key] = _most_in_flight(self._positions_of(key, self._graph(assignment, partition)))
+            return self.known.in_flight[key]
         [[first_chunk_with_backward]] = self._chain_keys(spans).tolist()
         chain_key = self._chain_key(assignment, first_chunk_with_backward)
-        if chain_key not in self._in_flight:
+        if chain_key not in self.known.in_flight:
             graph = _chain_graph(assignment.meshes[LLM], assignment.num_microbatches[LLM], first_chunk_with_backward)
-            self._in_flight[chain_key] = _most_in_flight(self._positions_of(chain_key, graph))
-        in_flight = self._in_flight[chain_key]
+            self.known.in_flight[chain_key] = _most_in_flight(self._positions_of(chain_key, graph))
+        in_flight = self.known.in_flight[chain_key]
         return {
             stage: in_flight[chunk]
             for unit_spans in spans
@@ -205,13 +212,13 @@ class PartitionOrders:
             graph = make_graph()
             return compute_order(graph, self._positions_of(key, graph))
 
-        return self._orders.get(key, compute)
+        return self.known.orders.get(key, compute)
 
     def _positions_of(self, key: tuple[object, ...], graph: StageGraph) -> Sequence[PipelinePosition]:
         """Return the pipeline positions of a graph, which all graphs of this key have."""
-        if key not in self._positions:
-            self._positions[key] = find_positions(graph)
-        return self._positions[key]
+        if key not in self.known.positions:
+            self.known.positions[key] = find_positions(graph)
+        return self.known.positions[key]
 
     def _graph_key(self, assignment: MeshAssignment, features: tuple[int, ...]) -> tuple[object, ...]:
         group = one_replica_group(assignment)

@@ -5,7 +5,7 @@ through the order of compute that all partitions share (`partition_orders`), and
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
@@ -20,6 +20,7 @@ from mmtrain.costs.gradient_reduction import GradientReduction
 from mmtrain.costs.hardware import ELEMENT_BYTES
 from mmtrain.planning.artifact.layout import MeshSize
 from mmtrain.planning.evaluate.partition_orders import (
+    KnownOrders,
     LayerSpans,
     OrderedPartitions,
     PartitionOrders,
@@ -47,10 +48,11 @@ class StepTimeEstimator:
     layer_costs: LayerCosts
     machine: Hardware
     max_groups: int | None  # replica groups of each batch, those with most work, that stand for all; None: all
-    _orders: PartitionOrders = field(init=False)
+    known_orders: KnownOrders
 
-    def __post_init__(self) -> None:
-        self._orders = PartitionOrders(self.layer_costs)
+    @cached_property
+    def _orders(self) -> PartitionOrders:
+        return PartitionOrders(self.layer_costs, self.known_orders)
 
     def estimate(
         self,

@@ -50,6 +50,7 @@ SpSizes = Mapping[str, frozenset[int]]  # by unit, the tensor-parallel sizes wit
 TpChunks = Mapping[str, Mapping[int, int]]  # by unit and tensor-parallel size, chunks of tokens where there are several
 
 
+MAX_KEPT_COMMUNICATORS = 64  # graphs whose ranks' communicators are known: layouts of one mesh come one after another
 FORWARD, BACKWARD, RECOMPUTE = range(3)  # index of `UnitLayerTimes.by_kind`: what a layer does with a microbatch
 
 
@@ -99,7 +100,7 @@ class UnitLayerTimes:
         return StageSeconds(forward, backward)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class UnitLayerCosts:
     """Costs of one unit's layers, (L,) each: mean seconds of a microbatch, and bytes for the largest microbatch."""
 
@@ -114,6 +115,16 @@ class UnitLayerCosts:
     input_bytes: FloatArray  # hidden states that enter the layer, as a message
     parameters: FloatArray  # parameters that train, on one rank
     kind: IntArray  # layers of one kind are alike in all of this
+
+    @cached_property
+    def span_working(self) -> FloatArray:
+        """(L + 1, L + 1) bytes of a span of layers that are alive only while it is computed."""
+        return _span_working(self.working_bytes, self.kept_bytes, self.input_bytes)
+
+    @cached_property
+    def span_recompute_working(self) -> FloatArray:
+        """(L + 1, L + 1) the same where all of its layers are recomputed that may be."""
+        return _span_working(self.recompute_working_bytes, self.kept_bytes - self.saved_bytes, self.input_bytes)
 
 
 class LayerCosts:
@@ -153,7 +164,7 @@ class LayerCosts:
         self._unit_costs: dict[tuple[str, int, LoadSplit], UnitLayerCosts] = {}
         self._waiting_shares: dict[tuple[str, int], FloatArray] = {}
         self._machine = problem.hardware
-        self._communicators: dict[tuple[object, ...], Mapping[int, float]] = {}
+        self._communicators: RecentlyUsed[Mapping[int, float]] = RecentlyUsed(MAX_KEPT_COMMUNICATORS)
 
     def with_settings(
         self,
@@ -353,10 +364,9 @@ class LayerCosts:
         )
 
     def _communicator_bytes(self, graph: StageGraph) -> Mapping[int, float]:
+        # Layers do not matter, and many layouts differ in nothing else.
         key = (graph.meshes, graph.edges, tuple(stage.trainable for stage in graph.stages))
-        if key not in self._communicators:  # layers do not matter, and many layouts differ in nothing else
-            self._communicators[key] = communicator_bytes(graph, self._machine)
-        return self._communicators[key]
+        return self._communicators.get(key, partial(communicator_bytes, graph, self._machine))
 
     def min_message_bytes(self, unit: str, tp: int, split: BatchSplit) -> int:
         """Return the least bytes that a rank sends to the unit's next stage for a microbatch."""
@@ -481,6 +491,20 @@ class LayerCosts:
     def _trained_parameters(self, unit: str, tp: int) -> FloatArray:
         layers = self.shape.unit(unit).layers
         return np.array([num_trained_parameters(layer, tp) for layer in layers], dtype=np.float64)
+
+
+def _span_working(working: FloatArray, kept: FloatArray, inputs: FloatArray) -> FloatArray:
+    """Return (L + 1, L + 1) the most working bytes of a layer in [lo, hi), plus the messages at both ends.
+
+    They come on top of what the span keeps. By then the layers behind have freed their part: see `stage_working_bytes`.
+    """
+    num_layers = len(working)
+    nbytes = np.zeros((num_layers + 1, num_layers + 1))
+    most = np.zeros(num_layers)  # by lo, of spans that end before the layer
+    for layer in range(num_layers):
+        most[: layer + 1] = np.maximum(most[: layer + 1] - kept[layer], working[layer])
+        nbytes[: layer + 1, layer + 1] = most[: layer + 1] + inputs[: layer + 1] + inputs[layer]
+    return nbytes
 
 
 def _share(part_s: float, whole_s: float) -> float:

@@ -7,7 +7,7 @@ slowest chunk is done soonest; partitions near it are found by moving its bounda
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cached_property, lru_cache
 from itertools import combinations, islice, pairwise, product
 
@@ -15,17 +15,20 @@ import numpy as np
 import numpy.typing as npt
 
 from mmtrain.costs.rank_memory import MEMORY_MARGIN
-from mmtrain.planning.artifact.layout import Layout, disaggregated_units, replicated_units, unified_units
+from mmtrain.planning.artifact.layout import Layout, MeshSize, disaggregated_units, replicated_units, unified_units
 from mmtrain.planning.artifact.plan import UnitPlan
 from mmtrain.planning.artifact.plan_graph import build_stage_graph
 from mmtrain.planning.layer_costs.layer_costs import BACKWARD, FORWARD, RECOMPUTE, LayerCosts, UnitLayerCosts
 from mmtrain.planning.layer_costs.min_max_partition import (
+    OPTIMUM_TOLERANCE,
     BoolArray,
     band,
     longest_span_within,
     min_max_band_partition,
     min_max_span_partition,
+    spans_of_partitions,
 )
+from mmtrain.planning.layer_costs.sampled_loads import LoadSplit, load_split
 from mmtrain.planning.layer_costs.span_recompute import SpanRecompute, prefix_sums
 from mmtrain.planning.space.budget import DEFAULT_BUDGET, PartitionBudget
 from mmtrain.planning.space.candidate import LayerPartition, MeshAssignment
@@ -36,9 +39,11 @@ from mmtrain.program.schedules.builder import in_flight_microbatches
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 ChainPartition = tuple[int, ...]  # bounds of the chunks of one chain, from 0 to its number of layers
+# What the chain of one unit depends on: its name, mesh, microbatches, and what decides about its loads.
+ChainKey = tuple[str, MeshSize, int, LoadSplit]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LayerChain:
     """A line of layers and the pipeline ranks that it is divided over."""
 
@@ -50,7 +55,8 @@ class LayerChain:
     num_microbatches: int  # of the unit whose microbatches the pipeline runs
     # (L + 1,) least seconds from the first forward until one reaches the layer, and back; the last: through all layers.
     round_trip_s: FloatArray
-    masks: tuple[BoolArray, ...]  # alternatives of what sizes fixed in the recipe allow; empty: everything
+    # (1 or chunks, L + 1, L + 1) alternatives of what sizes fixed in the recipe allow; empty: everything.
+    masks: tuple[BoolArray, ...]
 
     @property
     def num_chunks(self) -> int:
@@ -62,41 +68,99 @@ class LayerChain:
         """The partition whose slowest chunk is done soonest, of those the most even; None if the recipe allows none."""
         return anchor_partition(self)
 
+    @cached_property
+    def has_partition(self) -> bool:
+        """Whether the recipe allows any partition; where it leaves all open, no partition is sought for that."""
+        return self.anchor is not None if self.masks else 1 <= self.num_chunks <= len(self.costs.seconds)
+
+    def recompute_to_fit(self, num_in_flight: IntArray, memory_bytes: float) -> SpanRecompute:
+        """Return what `recompute_to_fit` does; mesh assignments that share a chain mostly ask for the same."""
+        key = memory_bytes, num_in_flight[list(self.bounds[:-1])].tobytes()  # the same for all layers of a unit
+        if key not in self._recompute:
+            self._recompute[key] = recompute_to_fit(self, num_in_flight, memory_bytes)
+        return self._recompute[key]
+
+    def anchor_within(self, recompute: SpanRecompute | None) -> ChainPartition | None:
+        """Return the anchor of chunks that recompute what they must to fit, see `anchor_partition`."""
+        if recompute is None:
+            return self.anchor
+        if recompute not in self._anchors_within:
+            self._anchors_within[recompute] = anchor_partition(self, recompute)
+        return self._anchors_within[recompute]
+
+    @cached_property
+    def _recompute(self) -> dict[tuple[float, bytes], SpanRecompute]:
+        """Cache of `recompute_to_fit`, by bytes of memory and microbatches in flight."""
+        return {}
+
+    @cached_property
+    def _anchors_within(self) -> dict[SpanRecompute, ChainPartition | None]:
+        """Cache of `anchor_within`."""
+        return {}
+
+
+@dataclass(frozen=True)
+class KnownChains:
+    """What chains of several mesh assignments share: many of these differ in one unit's mesh, or in pp and vpp."""
+
+    of_units: dict[ChainKey, LayerChain] = field(default_factory=dict)
+    # Of all units in `unified`, by their tensor-parallel sizes and the split.
+    joined_costs: dict[tuple[object, ...], UnitLayerCosts] = field(default_factory=dict)
+
 
 def layer_chains(
-    assignment: MeshAssignment, layer_costs: LayerCosts, choices: Mapping[str, UnitChoices]
-) -> tuple[LayerChain, ...]:
-    """Return the chains that a mesh assignment divides: one of all units in `unified`, else one for each unit."""
-    meshes, split = assignment.meshes, assignment.batch_split
-    costs = {unit: layer_costs.unit_costs(unit, mesh.tp, split) for unit, mesh in meshes.items()}
-    round_trips = {unit: _round_trip_seconds(layer_costs, unit, mesh.tp, assignment) for unit, mesh in meshes.items()}
-    if assignment.placement == "unified":
-        return (_unified_chain(assignment, layer_costs, choices, costs, round_trips),)
-    return tuple(
-        LayerChain(
-            units=(unit,),
-            bounds=(0, len(costs[unit].seconds)),
-            costs=costs[unit],
-            pp=mesh.pp,
-            vpp=mesh.vpp,
-            num_microbatches=assignment.num_microbatches[unit],
-            round_trip_s=round_trips[unit],
-            masks=division_masks(len(costs[unit].seconds), choices[unit].layers_per_chunk),
-        )
-        for unit, mesh in meshes.items()
-    )
-
-
-def _unified_chain(
     assignment: MeshAssignment,
     layer_costs: LayerCosts,
     choices: Mapping[str, UnitChoices],
-    costs: Mapping[str, UnitLayerCosts],
-    round_trips: Mapping[str, FloatArray],
+    known: KnownChains | None = None,
+) -> tuple[LayerChain, ...]:
+    """Return the chains that a mesh assignment divides: one of all units in `unified`, else one for each unit.
+
+    known: of other assignments, which this one's join.
+    """
+    known = KnownChains() if known is None else known
+    if assignment.placement == "unified":
+        return (_unified_chain(assignment, layer_costs, choices, known),)
+    return tuple(_unit_chain(unit, assignment, layer_costs, choices, known) for unit in assignment.meshes)
+
+
+def _unit_chain(
+    unit: str,
+    assignment: MeshAssignment,
+    layer_costs: LayerCosts,
+    choices: Mapping[str, UnitChoices],
+    known: KnownChains,
 ) -> LayerChain:
-    units = list(assignment.meshes)
-    mesh, num_microbatches = assignment.meshes[LLM], assignment.num_microbatches
-    per_llm_microbatch = [num_microbatches[unit] / num_microbatches[LLM] for unit in units]
+    """Return the chain of a unit with a pipeline of its own."""
+    mesh, split, num_microbatches = assignment.meshes[unit], assignment.batch_split, assignment.num_microbatches[unit]
+    key = (unit, mesh, num_microbatches, load_split(unit, split))
+    if key not in known.of_units:
+        costs = layer_costs.unit_costs(unit, mesh.tp, split)
+        known.of_units[key] = LayerChain(
+            units=(unit,),
+            bounds=(0, len(costs.seconds)),
+            costs=costs,
+            pp=mesh.pp,
+            vpp=mesh.vpp,
+            num_microbatches=num_microbatches,
+            round_trip_s=_round_trip_seconds(layer_costs, unit, mesh.tp, assignment),
+            masks=division_masks(len(costs.seconds), choices[unit].layers_per_chunk),
+        )
+    return known.of_units[key]
+
+
+def _unified_chain(
+    assignment: MeshAssignment, layer_costs: LayerCosts, choices: Mapping[str, UnitChoices], known: KnownChains
+) -> LayerChain:
+    """Return the chain of all units in one pipeline."""
+    units, mesh = list(assignment.meshes), assignment.meshes[LLM]
+    tp, num_microbatches, split = _tp_sizes(assignment), assignment.num_microbatches, assignment.batch_split
+    costs = {unit: layer_costs.unit_costs(unit, tp[unit], split) for unit in units}
+    round_trips = {unit: _round_trip_seconds(layer_costs, unit, tp[unit], assignment) for unit in units}
+    joined_key = (*tp.items(), *split)
+    if joined_key not in known.joined_costs:
+        per_llm_microbatch = [num_microbatches[unit] / num_microbatches[LLM] for unit in units]
+        known.joined_costs[joined_key] = _join_costs([costs[unit] for unit in units], per_llm_microbatch)
     start_s = dict.fromkeys(units, 0.0)  # of the longest way through the units before
     for edge in layer_costs.shape.edges:
         start_s[edge.dst] = max(start_s[edge.dst], start_s[edge.src] + float(round_trips[edge.src][-1]))
@@ -104,7 +168,7 @@ def _unified_chain(
     spans = [choices[unit].spanned_chunks(mesh) for unit in units]
     is_whole = [choices[unit].is_whole for unit in units]
     if mesh.vpp > 1 and all(span is None or whole for span, whole in zip(spans, is_whole, strict=True)):
-        masks = _whole_unit_masks(bounds, mesh.pp * mesh.vpp, is_whole)
+        masks = _whole_unit_masks(bounds, is_whole)
     else:
         masks = _fixed_span_masks(bounds, mesh.pp * mesh.vpp, spans)
     divisions = [choices[unit].layers_per_chunk for unit in units]
@@ -112,7 +176,7 @@ def _unified_chain(
     return LayerChain(
         units=tuple(units),
         bounds=tuple(bounds),
-        costs=_join_costs([costs[unit] for unit in units], per_llm_microbatch),
+        costs=known.joined_costs[joined_key],
         pp=mesh.pp,
         vpp=mesh.vpp,
         num_microbatches=num_microbatches[LLM],
@@ -124,6 +188,11 @@ def _unified_chain(
         ),
         masks=masks,
     )
+
+
+def _tp_sizes(assignment: MeshAssignment) -> dict[str, int]:
+    """Return the tensor-parallel size of each unit."""
+    return {unit: mesh.tp for unit, mesh in assignment.meshes.items()}
 
 
 def chain_time_lower_bound(chain: LayerChain) -> float:
@@ -159,37 +228,49 @@ def anchor_partition(chain: LayerChain, recompute: SpanRecompute | None = None) 
     """
     if not 1 <= chain.num_chunks <= len(chain.costs.seconds):
         return None
-    if recompute is not None and not chain.masks:
-        return _anchor_that_fits(chain, recompute)
-    lo, hi = _all_spans(chain)
-    chunks = np.arange(chain.num_chunks)[:, None, None]
-    recompute_s = None if recompute is None else recompute.seconds(chunks, lo, hi)
-    step_s, work = _step_seconds(chain, lo, hi, recompute_s), _work_seconds(chain, lo, hi, recompute_s)
-    # Where one chunk decides, the others are to have equal work: with the way to them counted, later ones would get
-    # less, and the first ones recompute more than all need together.
     best_of_masks = [
-        min_max_span_partition(_by_chunk(step_s), chain.num_chunks, mask, _by_chunk(work))
+        _anchor_without_limit(chain, mask) if recompute is None else _anchor_that_fits(chain, recompute, mask)
         for mask in chain.masks or (None,)
     ]
     partitions = [partition for partition in best_of_masks if partition is not None]
     return min(partitions, key=lambda partition: _slowest_chunk_seconds(chain, partition), default=None)
 
 
-def _anchor_that_fits(chain: LayerChain, recompute: SpanRecompute) -> ChainPartition | None:
-    """Return the anchor under a limit of memory.
+def _anchor_without_limit(chain: LayerChain, mask: BoolArray | None) -> ChainPartition | None:
+    """Return the anchor of the partitions that a mask allows, whether or not it fits into memory."""
+    lo, hi = _all_spans(chain)
+    step_s, work_s = _step_seconds(chain, lo, hi), _work_seconds(chain, lo, hi, None)
+    # Where one chunk decides, the others are to have equal work: with the way to them counted, later ones would get
+    # less, and the first ones recompute more than all need together.
+    return min_max_span_partition(step_s[None], chain.num_chunks, mask, work_s[None])
 
-    Only spans are looked at that fit, and that alone take no longer than the anchor without that limit would.
+
+def _anchor_that_fits(chain: LayerChain, recompute: SpanRecompute, mask: BoolArray | None) -> ChainPartition | None:
+    """Return the anchor under a limit of memory, of the partitions that a mask allows.
+
+    Only spans are looked at that fit, that alone take no longer than the anchor without that limit would, and that such
+    spans before and behind them complete to a partition.
     """
-    assert chain.anchor is not None
+    if chain.anchor is None:
+        return None
     chunks, lo, hi = np.arange(chain.num_chunks), np.asarray(chain.anchor[:-1]), np.asarray(chain.anchor[1:])
-    limit_s = float(_step_seconds(chain, lo, hi, recompute.seconds(chunks, lo, hi)).max())
+    limit_s = np.inf
+    if len(chain.masks) <= 1:  # else the anchor may be one that another mask allows
+        limit_s = float(_step_seconds(chain, lo, hi, recompute.seconds(chunks, lo, hi)).max())
     lo, hi = _all_spans(chain)
     least_s = np.where((lo < hi) & recompute.may_fit(), _step_seconds(chain, lo, hi), np.inf)
-    lo, hi = band(chain.bounds[-1], longest_span_within(least_s[None], limit_s))
+    is_open = np.isfinite(least_s) & (least_s <= limit_s * (1 + OPTIMUM_TOLERANCE))
+    is_open = is_open[None] if mask is None else is_open & mask
+    lo, hi = band(chain.bounds[-1], longest_span_within(np.where(is_open, least_s, np.inf), limit_s))
     starts = np.maximum(lo, 0)
-    recompute_s = np.where(lo < 0, np.inf, recompute.seconds(chunks[:, None, None], starts, hi))
-    step_s = _step_seconds(chain, starts, hi, recompute_s)
-    return min_max_band_partition(step_s, chain.num_chunks, _work_seconds(chain, starts, hi, recompute_s))
+    is_part = np.stack(list(spans_of_partitions((lo >= 0) & is_open[:, starts, hi], chain.num_chunks)))
+    chunk, last, column = np.nonzero(is_part)
+    first = starts[last, column]
+    recompute_s = recompute.seconds(chunk, first, last)
+    step_s, work_s = (np.full(is_part.shape, np.inf) for _ in range(2))
+    step_s[is_part] = _step_seconds(chain, first, last, recompute_s)
+    work_s[is_part] = _work_seconds(chain, first, last, recompute_s)
+    return min_max_band_partition(step_s, chain.num_chunks, work_s)
 
 
 def jittered_partitions(
@@ -257,8 +338,8 @@ def partitioned_layout(
     }
     recomputed |= dict(recompute or {})
     if assignment.placement == "unified":
-        tp = {unit: mesh.tp for unit, mesh in assignment.meshes.items()}
-        units = unified_units(layer_costs.shape, assignment.meshes[LLM], partition[0], recomputed, tp)
+        llm = assignment.meshes[LLM]
+        units = unified_units(layer_costs.shape, llm, partition[0], recomputed, _tp_sizes(assignment))
     elif assignment.placement == "replicated":
         llm, dispatch, exchange = assignment.meshes[LLM], assignment.dispatch, assignment.exchange
         shard, keeps_weights = assignment.shard, assignment.keeps_weights
@@ -294,8 +375,8 @@ def anchored_partition(
     num_in_flight = in_flight_microbatches(layout_graph(layout, layer_costs))
     fitting = []
     for chain in chains:
-        recompute = recompute_to_fit(chain, in_flight_by_chunk(chain, num_in_flight), memory_bytes)
-        partition = anchor_partition(chain, recompute)
+        recompute = chain.recompute_to_fit(in_flight_by_chunk(chain, num_in_flight), memory_bytes)
+        partition = chain.anchor_within(recompute)
         if partition is None:
             return None
         fitting.append(partition)
@@ -322,11 +403,9 @@ def recompute_to_fit(chain: LayerChain, num_in_flight: IntArray, memory_bytes: f
         kept_until=prefix_sums((costs.kept_bytes[:, None] * num_in_flight).T),
         saved_until=prefix_sums(saved.T),
         state_until=prefix_sums(costs.state_bytes),
-        working=_span_working(costs.working_bytes, costs.kept_bytes, costs.input_bytes) / chain.vpp,
-        recompute_working=_span_working(
-            costs.recompute_working_bytes, costs.kept_bytes - costs.saved_bytes, costs.input_bytes
-        )
-        / chain.vpp,
+        working=costs.span_working,
+        recompute_working=costs.span_recompute_working,
+        vpp=chain.vpp,
         saved_of_kind=saved[first_of_kind].T,
         seconds_of_kind=costs.recompute_seconds[first_of_kind],
         num_of_kind_until=prefix_sums((costs.kind[:, None] == kinds).T.astype(np.float64)).T,
@@ -375,11 +454,6 @@ def _all_spans(chain: LayerChain) -> tuple[IntArray, IntArray]:
     """Return lo and hi, (L + 1, L + 1) both, of all spans of a chain's layers."""
     lo, hi = np.indices((chain.bounds[-1] + 1,) * 2)
     return lo, hi
-
-
-def _by_chunk(seconds: FloatArray) -> FloatArray:
-    """Return seconds with an axis of chunks in front, of one where they are the same for all."""
-    return seconds if seconds.ndim == 3 else seconds[None]
 
 
 def _work_seconds(chain: LayerChain, lo: IntArray, hi: IntArray, recompute_s: FloatArray | None) -> FloatArray:
@@ -455,26 +529,13 @@ def _allowed(chain: LayerChain, partitions: IntArray) -> BoolArray:
     if not chain.masks:
         return np.ones(len(partitions), dtype=np.bool_)
     chunks, lo, hi = np.arange(chain.num_chunks), partitions[:, :-1], partitions[:, 1:]
-    allowed_by_mask = [mask[chunks, lo, hi].all(axis=1) for mask in chain.masks]
+    of_chunks = (np.broadcast_to(mask, (chain.num_chunks, *mask.shape[1:])) for mask in chain.masks)
+    allowed_by_mask = [mask[chunks, lo, hi].all(axis=1) for mask in of_chunks]
     return np.asarray(np.any(allowed_by_mask, axis=0))
 
 
-def _span_working(working: FloatArray, kept: FloatArray, inputs: FloatArray) -> FloatArray:
-    """Return (L + 1, L + 1) the most working bytes of a layer in [lo, hi), plus the messages at both ends.
-
-    They come on top of what the span keeps. By then the layers behind have freed their part: see `stage_working_bytes`.
-    """
-    num_layers = len(working)
-    nbytes = np.zeros((num_layers + 1, num_layers + 1))
-    most = np.zeros(num_layers)  # by lo, of spans that end before the layer
-    for layer in range(num_layers):
-        most[: layer + 1] = np.maximum(most[: layer + 1] - kept[layer], working[layer])
-        nbytes[: layer + 1, layer + 1] = most[: layer + 1] + inputs[: layer + 1] + inputs[layer]
-    return nbytes
-
-
-def _whole_unit_masks(bounds: Sequence[int], num_chunks: int, is_whole: Sequence[bool]) -> tuple[BoolArray, ...]:
-    """Return (chunks, L + 1, L + 1) which spans of layers a chunk may hold where some units lie in a single chunk.
+def _whole_unit_masks(bounds: Sequence[int], is_whole: Sequence[bool]) -> tuple[BoolArray, ...]:
+    """Return (1, L + 1, L + 1) which spans of layers any chunk may hold where some units lie in a single chunk.
 
     Empty: all partitions are allowed.
     """
@@ -485,7 +546,7 @@ def _whole_unit_masks(bounds: Sequence[int], num_chunks: int, is_whole: Sequence
             is_outside = (lo >= end) | (hi <= start)
             is_inside = (lo <= start) & (hi >= end)
             mask &= is_outside | is_inside
-    return () if mask.all() else (np.broadcast_to(mask, (num_chunks, *mask.shape)),)
+    return () if mask.all() else (mask[None],)
 
 
 def _fixed_span_masks(bounds: Sequence[int], num_chunks: int, spans: Sequence[int | None]) -> tuple[BoolArray, ...]:

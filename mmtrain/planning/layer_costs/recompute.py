@@ -50,7 +50,8 @@ def least_recompute(
         )
     else:
         columns = np.array([saved_bytes, counts], dtype=np.float64)[:, :, None]
-        by_ratio, _ = _take_by_ratio(columns[0], np.asarray(seconds), columns[1], np.array([float(excess_bytes)]))
+        order = kinds_by_ratio(columns[0], np.asarray(seconds))
+        by_ratio, _ = _take_by_ratio(columns[0], order, columns[1], np.array([float(excess_bytes)]))
         numbers[:] = by_ratio[:, 0]
     return tuple(numbers.tolist())
 
@@ -69,21 +70,38 @@ def _try_all(saved: FloatArray, seconds: FloatArray, counts: IntArray, excess: f
     return np.append(grid[best], int(num_last[best]))
 
 
+def kinds_by_ratio(saved_bytes: FloatArray, seconds: FloatArray) -> list[int]:
+    """Return the kinds of layers that save anything, those first that save most bytes a second.
+
+    saved_bytes: (K, n) of one layer of each kind, of which the most counts; seconds: (K,).
+    """
+    most_saved = saved_bytes.max(axis=1, initial=0.0)
+    return sorted(np.flatnonzero(most_saved > 0).tolist(), key=lambda k: seconds[k] / most_saved[k])
+
+
 def span_recompute(
-    saved_bytes: FloatArray, seconds: FloatArray, counts: FloatArray, excess_bytes: FloatArray
+    saved_bytes: FloatArray,
+    seconds: FloatArray,
+    counts: FloatArray,
+    excess_bytes: FloatArray,
+    order: Sequence[int] | None = None,
 ) -> FloatArray:
     """Return (n,) seconds of recomputation that spans of layers need, nearly the least; infinite where impossible.
 
     saved_bytes: (K, n) of one layer of each kind; seconds: (K,); counts: (K, n) layers of each kind; excess_bytes:
-    (n,).
+    (n,). order: kinds as `kinds_by_ratio` orders them, by default for these spans alone.
     """
-    numbers, is_enough = _take_by_ratio(saved_bytes, seconds, counts, excess_bytes)
-    # In rows: products of a matrix that lies otherwise differ in the last bit.
-    return np.where(is_enough, np.ascontiguousarray(numbers.T) @ seconds, np.inf)
+    order = kinds_by_ratio(saved_bytes, seconds) if order is None else order
+    numbers, is_enough = _take_by_ratio(saved_bytes, order, counts, excess_bytes)
+    # Added up kind by kind, so that the last bit of a span's seconds depends on no other span that is asked about.
+    total_s = np.zeros(numbers.shape[1])
+    for number, seconds_of_layer in zip(numbers, seconds, strict=True):
+        total_s += number * seconds_of_layer
+    return np.where(is_enough, total_s, np.inf)
 
 
 def _take_by_ratio(
-    saved_bytes: FloatArray, seconds: FloatArray, counts: FloatArray, excess_bytes: FloatArray
+    saved_bytes: FloatArray, order: Sequence[int], counts: FloatArray, excess_bytes: FloatArray
 ) -> tuple[FloatArray, BoolArray]:
     """Recompute the layers that save most bytes a second, then stop recomputing those that are not needed after all.
 
@@ -91,16 +109,14 @@ def _take_by_ratio(
     """
     missing = np.maximum(excess_bytes, 0.0)
     numbers = np.zeros(counts.shape)
-    most_saved = saved_bytes.max(axis=1, initial=0.0)
-    by_ratio = sorted(np.flatnonzero(most_saved > 0).tolist(), key=lambda k: seconds[k] / most_saved[k])
-    for k in by_ratio:
+    for k in order:
         # Where kinds before this one saved enough, none of it is taken; most spans have layers of few kinds.
         lacking = np.flatnonzero((missing > 0) & (counts[k] > 0))
         saved = np.maximum(saved_bytes[k, lacking], 1e-300)
         taken = np.maximum(np.minimum(np.ceil(missing[lacking] / saved - 1e-9), counts[k, lacking]), 0.0)
         numbers[k, lacking] = taken
         missing[lacking] -= taken * saved
-    for k in reversed(by_ratio):
+    for k in reversed(order):
         spared = np.flatnonzero((missing < 0) & (numbers[k] > 0))
         saved = np.maximum(saved_bytes[k, spared], 1e-300)
         spare = np.clip(np.floor(-missing[spared] / saved + 1e-9), 0.0, numbers[k, spared])

@@ -20,6 +20,7 @@ from itertools import count, islice
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from mmtrain.planning.artifact.layout import MeshSize
 from mmtrain.planning.layer_costs.layer_costs import FloatArray, IntArray
@@ -35,6 +36,7 @@ from mmtrain.planning.space.candidate import MeshAssignment
 from mmtrain.program.ir.graph import LLM
 
 MAX_MESHES_OF_MANY_UNITS = 4  # of each number of ranks, where three or more units are beside the LLM; by hand
+Int32Array = npt.NDArray[np.int32]
 FORWARD_SHARE = 1 / 3  # of a layer's work; a backward computes two products for each of its forward's
 FittedSeconds = Callable[[str, MeshSize, int, int], float]  # the last: microbatches in flight on ranks behind
 UnitSeconds = Callable[[str, MeshSize, int], float]  # of a unit on a mesh, with so many microbatches of a replica
@@ -154,7 +156,20 @@ class _Beside:
         return max((float(unit.round_trip_s.min()) for unit in self.units[: self.num_before]), default=0.0)
 
     def joined(self, num_ranks: int) -> list[IntArray]:
-        """Return for every choice of meshes that use so many ranks together, by unit, the index of its mesh."""
+        """Return for every choice of meshes that use so many ranks together, by unit, the index of its mesh.
+
+        Several meshes of the LLM leave as many ranks, so the choices are listed once.
+        """
+        if num_ranks not in self._joined:
+            self._joined[num_ranks] = self._join(num_ranks)
+        return self._joined[num_ranks]
+
+    @cached_property
+    def _joined(self) -> dict[int, list[IntArray]]:
+        """Cache of `joined`."""
+        return {}
+
+    def _join(self, num_ranks: int) -> list[IntArray]:
         first, *others = self.units
         chosen = [np.arange(len(first.ranks)) if len(others) < 2 else first.fastest_of_ranks]
         used = first.ranks[chosen[0]]
@@ -193,9 +208,15 @@ class _Choices:
     """The choices of other units' meshes beside one mesh of the LLM, the fastest first."""
 
     llm: _Llm
-    chosen: Sequence[IntArray]  # in that order
-    step_s: FloatArray
+    chosen: Sequence[IntArray]  # of each unit, as `_Beside.joined` lists them
+    order: Int32Array  # of the choices; four bytes of each, since a large cluster has millions of them
+    step_s: FloatArray  # in that order
     num_done: int = 0
+
+    def indices(self) -> list[int]:
+        """Return of each unit the mesh of the choice whose turn it is."""
+        choice = int(self.order[self.num_done])
+        return [int(index[choice]) for index in self.chosen]
 
 
 def ordered_assignments(
@@ -291,16 +312,14 @@ def _with_others(llm: _Llm, num_ranks: int, choices: Choices, estimate: StepEsti
     num_llm = choices[LLM].global_batch // llm.mesh.dp
     llm_pass = _LlmPass(llm.mesh, num_llm, llm.seconds, estimate.round_trip(LLM, llm.mesh, num_llm))
     step_s = llm_pass.step_seconds(*llm.beside.passes(chosen))
-    order = np.argsort(step_s, kind="stable")
-    return _Choices(llm, [index[order] for index in chosen], step_s[order])
+    order = np.argsort(step_s, kind="stable").astype(np.int32)
+    return _Choices(llm, chosen, order, step_s[order])
 
 
 def _assignment(of_llm: _Choices, choices: Choices) -> MeshAssignment:
     """Return the assignment whose turn it is."""
     llm = of_llm.llm.mesh
-    chosen = [
-        unit.meshes[index[of_llm.num_done]] for unit, index in zip(of_llm.llm.beside.units, of_llm.chosen, strict=True)
-    ]
+    chosen = [unit.meshes[index] for unit, index in zip(of_llm.llm.beside.units, of_llm.indices(), strict=True)]
     chosen.insert(of_llm.llm.beside.num_before, (llm, choices[LLM].global_batch // llm.dp))
     meshes = {name: mesh for name, (mesh, _) in zip(choices, chosen, strict=True)}
     return MeshAssignment("disaggregated", meshes, {name: num for name, (_, num) in zip(choices, chosen, strict=True)})

@@ -25,14 +25,12 @@ from mmtrain.planning.layer_costs.layer_partition import (
     FloatArray,
     LayerChain,
     all_chain_partitions,
-    anchor_partition,
     chain_time_lower_bound,
     in_flight_by_chunk,
     jittered_partitions,
     layout_graph,
     partition_time_lower_bound,
     partitioned_layout,
-    recompute_to_fit,
     whole_root,
 )
 from mmtrain.planning.layer_costs.span_recompute import SpanRecompute
@@ -328,7 +326,7 @@ class BestFirstSearch:
     def _bound_by_chains(self, node: SearchNode) -> None:
         """Tighten the bound by the best partition of each layer chain."""
         chains = self.evaluator.layer_chains(node.candidate)
-        if any(chain.anchor is None for chain in chains):
+        if not all(chain.has_partition for chain in chains):
             reason = "its layers cannot be cut into so many stages under parallel.*.pp and layers_per_chunk"
             self.rejected.append(Rejected(node.candidate, reason))
             return
@@ -344,7 +342,7 @@ class BestFirstSearch:
         anchors = []
         seconds = []
         for chain, of_chain in zip(node.chains, recompute, strict=True):
-            anchors.append(anchor_partition(chain, of_chain) or chain.anchor or ())
+            anchors.append(chain.anchor_within(of_chain) or chain.anchor or ())
             seconds.append(partition_time_lower_bound(chain, anchors[-1], of_chain))
         # Infinite where a chunk alone does not fit; others on its rank may leave it room.
         least_s = max(filter(math.isfinite, seconds), default=0.0)
@@ -445,11 +443,11 @@ class BestFirstSearch:
         memory = layer_costs.memory(graph, num_in_flight)
         if max(rank.total for rank in memory.values()) <= memory_bytes:
             return [None] * len(chains)
-        return [recompute_to_fit(chain, in_flight_by_chunk(chain, num_in_flight), memory_bytes) for chain in chains]
+        return [chain.recompute_to_fit(in_flight_by_chunk(chain, num_in_flight), memory_bytes) for chain in chains]
 
     def _partitions_near_anchor(self, chain: LayerChain, recompute: SpanRecompute | None) -> list[ChainPartition]:
         """Return the partitions of one chain that are worth estimating."""
-        around = anchor_partition(chain, recompute)
+        around = chain.anchor_within(recompute)
         if around is not None:
             return jittered_partitions(chain, around, recompute, self.budget)
         if chain.vpp > 1 and chain.anchor is not None:  # one chunk of a rank may leave room for another

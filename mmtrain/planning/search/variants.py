@@ -19,6 +19,7 @@ from mmtrain.models.shapes.model_shape import (
 )
 from mmtrain.planning.artifact.plan import AS_FAST_RATIO
 from mmtrain.planning.evaluate.evaluator import Evaluator
+from mmtrain.planning.evaluate.partition_orders import KnownOrders
 from mmtrain.planning.layer_costs.layer_costs import LayerCosts
 from mmtrain.planning.layer_costs.sampled_loads import SampledLoads
 from mmtrain.planning.layer_costs.token_splits import with_token_splits
@@ -32,27 +33,31 @@ OFFLOAD_MODES: tuple[OffloadMode, ...] = ("inputs", "all")
 
 
 def variants_of(
-    problem: PlanningProblem, budget: SearchBudget, loads: SampledLoads | None = None
+    problem: PlanningProblem,
+    budget: SearchBudget,
+    loads: SampledLoads | None = None,
+    known_orders: KnownOrders | None = None,
 ) -> Iterator[Evaluator]:
     """Yield an evaluator of the problem as it is, then of its variants, from the cheapest way to make room on.
 
     There are at most 12: activations stay on the device, or in host memory by one of two modes, where the recipe leaves
     that open; activation functions keep their outputs or run again; and sequence parallelism is used where it costs no
-    time, or wherever it may be. Each is made when the one before has been searched. All have the same loads.
+    time, or wherever it may be. Each is made when the one before has been searched. All have the same loads and orders.
 
-    loads: of the problem's batches, if they are known already.
+    loads: of the problem's batches, if they are known already. known_orders: of compute, likewise.
     """
     loads = loads or SampledLoads(problem, budget)
+    known_orders = known_orders or KnownOrders(budget.evaluation.max_kept_order_actions)
     for variant in (problem, *_with_activations_on_host(problem)):
         again = with_activations_again(variant)
         for varied in (variant,) if again is None else (variant, again):
             if varied is not problem:
                 problem.request.say("nothing fits; trying other ways to keep activations")
             layer_costs = with_token_splits(varied, LayerCosts(varied, budget=budget, loads=loads))
-            yield Evaluator(varied, budget, layer_costs)
+            yield Evaluator(varied, budget, layer_costs, known_orders)
             sharded_costs = with_token_splits(varied, layer_costs, sp_at_any_cost=True)
             if sharded_costs.sp != layer_costs.sp:
-                yield Evaluator(varied, budget, sharded_costs)
+                yield Evaluator(varied, budget, sharded_costs, known_orders)
 
 
 def with_expert_ranks(problem: PlanningProblem, budget: SearchBudget) -> PlanningProblem:
@@ -124,7 +129,8 @@ def with_faster_activations(evaluator: Evaluator, found: SearchResults) -> Evalu
     if not any(unit.num_recomputed for unit in found.best.layout.units.values()):
         return None
     again.request.say("trying activation functions that run again")
-    running_again = next(variants_of(again, evaluator.budget, evaluator.layer_costs.loads))
+    loads, known_orders = evaluator.layer_costs.loads, evaluator.known_orders
+    running_again = next(variants_of(again, evaluator.budget, loads, known_orders))
     limit_s = found.fastest_s / AS_FAST_RATIO
     return running_again if _quick_searches(running_again, limit_s).find_faster_than(limit_s) else None
 
