@@ -240,10 +240,7 @@ def check_encoder_agreement(folder: Path, settings: FolderSettings, image: Setti
     stated = read_processor(folder, "image")
     problems = []
     if stated is not None:
-        of_pictures = (
-            _wrong_patches(stated.config, vision) if image["scheme"] == "native" else _wrong_tiles(image, settings)
-        )
-        problems += [f"{stated.where}: {text}" for text in of_pictures]
+        problems += [f"{stated.where}: {text}" for text in _wrong_pictures(stated.config, image, settings)]
     for key, expected in _text_keys(image, vision).items():
         # What a folder leaves out is not compared: older versions wrote fewer keys.
         found = read_joint_file(folder).get(key, expected)
@@ -251,6 +248,14 @@ def check_encoder_agreement(folder: Path, settings: FolderSettings, image: Setti
             problems.append(f"{folder / PROCESSOR_FILE}: {key}: {found} is not that of the model; allowed: {expected}")
     if problems:
         raise ModelFolderError(f"{'; '.join(problems)}. Correct the processor, or {folder / CONFIG_FILE}")
+
+
+def _wrong_pictures(config: Mapping[str, Any], image: Settings, settings: FolderSettings) -> Iterator[str]:
+    """Say which patches or tiles of a processor's config are not those of the encoder."""
+    if image["scheme"] != "native":
+        yield from _wrong_tiles(image, settings)
+    elif image["pixel_limits"] != "sides":  # Pixtral's reads them in the file of all media
+        yield from _wrong_patches(config, settings.model["vision"])
 
 
 def _wrong_patches(config: Mapping[str, Any], vision: Settings) -> Iterator[str]:
@@ -274,9 +279,10 @@ def _wrong_tiles(image: Settings, settings: FolderSettings) -> Iterator[str]:
 
 
 def _text_keys(image: Settings, vision: Settings) -> Mapping[str, Any]:
-    """Return the keys from which a processor counts the tokens of pictures whose size is always the same."""
+    """Return the keys from which a processor counts the tokens of pictures."""
     if image["scheme"] == "native":
-        return {}
+        is_of_pixtral = image["pixel_limits"] == "sides"
+        return {"patch_size": vision["patch"], "spatial_merge_size": vision["merge"]} if is_of_pixtral else {}
     num_patches = vision["max_side"] ** 2
     keeps_all = vision["class_feature"] or not vision["class_token"]
     expected = {

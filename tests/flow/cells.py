@@ -63,6 +63,16 @@ LLM_KINDS: dict[str, dict[str, Any]] = {
     "windows": {"window": 5, "full_attention_blocks": (1,)},
     "qk norm": {"qk_norm": True, "head_dim": 8, "qkv_bias": False},  # heads are together wider than the stream
     "m-rope": {"rope_sections": (1, 1, 1)},
+    "growing queries": {
+        "query_growth": 0.4,
+        "rope_scaling": {
+            "kind": "yarn",
+            "factor": 2,
+            "low_freq_factor": 1,
+            "high_freq_factor": 4,
+            "original_positions": 3,
+        },
+    },
     "gemma": {
         "window": 4,
         "full_attention_blocks": (2,),
@@ -87,6 +97,18 @@ VISION_KINDS: dict[str, dict[str, Any]] = {
         "norm": "rms",
     },
     "layer scale": {"layer_scale": True, "qk_norm": True},
+    "pixtral": {
+        "positions": "rotary",
+        "rotary_frequencies": "alternating",
+        "gated_mlp": True,
+        "activation": "silu",
+        "norm": "rms",
+        "linear_bias": False,
+        "pre_norm": True,
+        "downsample": "linear",
+        "merge": 2,
+        "projector": {"bias": False, "norm_eps": 1e-4},
+    },
 }
 
 
