@@ -88,8 +88,8 @@ def test_grids_in_a_square_are_those_of_pixtral_for_any_size_and_square() -> Non
         longest = rng.choice((1540, 1024, rng.randint(patch * merge, 2000)))
         if max(width, height) > MAX_ASPECT * min(width, height):
             continue
-        picture = np.empty((height, width, 3), dtype=np.uint8)
-        expected = _processor("pixtral").get_resize_output_image_size(picture, longest, patch * merge)
+        picture = np.empty((3, height, width), dtype=np.uint8)
+        expected = _processor("pixtral").get_resize_output_image_size(picture, longest, patch * merge, "channels_first")
         if 0 in expected:  # a side of no pixels, of which `transformers` makes no picture
             continue
         rows, cols = grid_in_square(width, height, longest, Patches(patch, merge, MAX_SIDE))
