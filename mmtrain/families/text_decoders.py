@@ -106,7 +106,7 @@ def ministral3_settings(config: ConfigSection) -> Settings:
     stated = stated_rotary(config) or ConfigSection(_MINISTRAL3_ROPE, "rope_parameters.", config.problems)
     stated.pass_over("max_position_embeddings")
     growth = stated.number("llama_4_scaling_beta")
-    rotary = rotary_settings(config, 1e6, stated=stated)
+    rotary = rotary_settings(config, 10000.0, stated=stated)
     if rotary["rope_scaling"] is None or rotary["rope_scaling"]["original_positions"] is None:
         stated.reject("rope_type", "it is not supported yet that queries grow beside it; supported: yarn, llama3")
     settings = decoder_settings(config, _MINISTRAL3_DEFAULTS, rotary, qkv_bias=False)

@@ -60,10 +60,9 @@ PLAIN = "plain"
 # What published families have in their blocks, beside the plain ones of `tests.flow.cases`.
 LLM_KINDS: dict[str, dict[str, Any]] = {
     PLAIN: {},
-    "windows": {"window": 5, "full_attention_blocks": (1,)},
-    "qk norm": {"qk_norm": True, "head_dim": 8, "qkv_bias": False},  # heads are together wider than the stream
-    "m-rope": {"rope_sections": (1, 1, 1)},
-    "growing queries": {
+    "windows, growing queries": {
+        "window": 5,
+        "full_attention_blocks": (1,),
         "query_growth": 0.4,
         "rope_scaling": {
             "kind": "yarn",
@@ -73,6 +72,8 @@ LLM_KINDS: dict[str, dict[str, Any]] = {
             "original_positions": 3,
         },
     },
+    "qk norm": {"qk_norm": True, "head_dim": 8, "qkv_bias": False},  # heads are together wider than the stream
+    "m-rope": {"rope_sections": (1, 1, 1)},
     "gemma": {
         "window": 4,
         "full_attention_blocks": (2,),
