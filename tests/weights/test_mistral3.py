@@ -18,9 +18,11 @@ from mmtrain.errors import DataError, RecipeError
 from mmtrain.families import FAMILIES
 from mmtrain.models.shapes.model_shape import build_model_shape
 from mmtrain.models.stage.stage_inputs import EncoderInput, TextInput
+from mmtrain.weights.inspect_folder import inspect_folder
 from mmtrain.weights.tiny_model import write_tiny_model
 from tests.families.configs import write_config
 from tests.pixels import assert_same_pixels, normalized
+from tests.plans import plan_recipe
 from tests.weights.comparison import (
     assert_equal_gradients,
     assert_equal_logits_and_loss,
@@ -80,6 +82,7 @@ MINISTRAL_3: dict[str, Any] = {
         **SMALL_3_1["vision_config"], "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
     },
 }  # fmt: skip
+WHATIF_LENGTHS = Path(__file__).parents[2] / "recipes/whatif/lengths/one_image_768.csv"
 SHOWN = [[(4, 6), (2, 2)], [], [(8, 2)], [(2, 8), (6, 6)]]  # rows and columns of patches, of the pictures of samples
 
 
@@ -256,6 +259,19 @@ def test_the_config_of_the_hub_has_the_parameters_of_transformers(
     assert {unit.name: sum(map(num_parameters, unit.layers)) for unit in shape.units} | (
         {"llm": expected["llm"]} if llm.tie_embeddings else {}
     ) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", [SMALL_3_1, MINISTRAL_3], ids=["Mistral Small 3.1", "Ministral 3"])
+def test_the_config_alone_is_planned(config: dict[str, Any], tmp_path: Path) -> None:
+    folder = write_config(tmp_path / "model", config)
+    assert {unit.name for unit in inspect_folder(folder).units} == {"vision", "llm"}
+    source = f"data.sources=[{{path: {WHATIF_LENGTHS}}}]"
+    recipe = recipe_from(folder, source, "data.seq_len=8192", "train.precision=bf16", "parallel.placement=colocated")
+    lengths = build_index(recipe).lengths
+    plan = plan_recipe(recipe, lengths, world_size=32, hardware="h100-80g", recipe_sha256="")
+    assert plan.world_size == 32
+    assert plan.predicted.step_time_s > 0
 
 
 @pytest.mark.parametrize(
