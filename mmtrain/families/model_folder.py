@@ -62,7 +62,7 @@ class ModelFolder:
             image = read_image_settings(self.path, self.family.image_processor)
             if image is None:
                 return assumed
-            check_encoder_agreement(self.path, self.settings, image)
+            check_encoder_agreement(self.path, self.settings, image, self.family)
             return image
         if section == "audio":
             return read_audio_settings(self.path, self.settings.model["audio"]["mel_bins"]) or assumed
@@ -231,8 +231,8 @@ def _compare_both(
     return are_equal(folder, first, second)
 
 
-def check_encoder_agreement(folder: Path, settings: FolderSettings, image: Settings) -> None:
-    """Compare a folder's processors with its model.
+def check_encoder_agreement(folder: Path, settings: FolderSettings, image: Settings, family: Family) -> None:
+    """Compare a folder's processors with its model, and with what the family writes into text.
 
     image: settings of `data.image` that the processor states. Raises ModelFolderError, which names each key.
     """
@@ -241,7 +241,7 @@ def check_encoder_agreement(folder: Path, settings: FolderSettings, image: Setti
     problems = []
     if stated is not None:
         problems += [f"{stated.where}: {text}" for text in _wrong_pictures(stated.config, image, settings)]
-    for key, expected in _text_keys(image, vision).items():
+    for key, expected in {**_text_keys(image, vision), **_row_tokens(family)}.items():
         # What a folder leaves out is not compared: older versions wrote fewer keys.
         found = read_joint_file(folder).get(key, expected)
         if found != expected:
@@ -294,6 +294,18 @@ def _text_keys(image: Settings, vision: Settings) -> Mapping[str, Any]:
     }
     most_tiles = vision["max_joined_tiles"]
     return expected if most_tiles is None else {**expected, "vision_aspect_ratio": f"anyres_max_{most_tiles}"}
+
+
+def _row_tokens(family: Family) -> Mapping[str, str]:
+    """Return the tokens that a processor writes for the rows of a picture, of a family whose rows are apart."""
+    markup = family.markups.get("image")
+    if markup is None or markup.row_break is None:
+        return {}
+    return {
+        "image_token": markup.feature_token,
+        "image_break_token": markup.row_break,
+        "image_end_token": markup.suffix,
+    }
 
 
 def read_audio_settings(folder: Path, mel_bins: int) -> Settings | None:

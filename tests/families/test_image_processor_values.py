@@ -101,6 +101,8 @@ def test_patches_that_a_folder_leaves_out_are_those_of_the_class(tmp_path: Path)
         ("internvl", "image_seq_length", 9, "4"),
         ("mistral3", "patch_size", 16, "8"),
         ("mistral3", "spatial_merge_size", 1, "2"),
+        ("mistral3", "image_break_token", "<break>", r"\[IMG_BREAK\]"),
+        ("mistral3", "image_end_token", "<end>", r"\[IMG_END\]"),
     ],
 )
 def test_counts_of_tokens_of_another_model_are_refused(

@@ -261,6 +261,31 @@ def test_the_config_of_the_hub_has_the_parameters_of_transformers(
     ) == expected
 
 
+PROCESSOR: dict[str, Any] = {  # of Mistral Small 3.1 on the hub
+    "crop_size": None, "data_format": "channels_first", "default_to_square": True, "device": None,
+    "do_center_crop": None, "do_convert_rgb": True, "do_normalize": True, "do_rescale": True, "do_resize": True,
+    "image_mean": [0.48145466, 0.4578275, 0.40821073], "image_processor_type": "PixtralImageProcessorFast",
+    "image_std": [0.26862954, 0.26130258, 0.27577711], "input_data_format": None, "patch_size": 14,
+    "processor_class": "PixtralProcessor", "resample": 3, "rescale_factor": 0.00392156862745098,
+    "return_tensors": None, "size": {"longest_edge": 1024},
+}  # fmt: skip
+OF_TEXT = {
+    "image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]", "image_token": "[IMG]", "patch_size": 14,
+    "processor_class": "PixtralProcessor", "spatial_merge_size": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("is_joint", [False, True])
+def test_the_processor_of_the_hub_is_read(is_joint: bool, tmp_path: Path) -> None:
+    folder = write_config(tmp_path / "model", SMALL_3_1)
+    joint = {**OF_TEXT, "image_processor": {**PROCESSOR, "patch_size": {"height": 14, "width": 14}}}
+    (folder / "processor_config.json").write_text(json.dumps(joint if is_joint else OF_TEXT))
+    if not is_joint:
+        (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
+    image = recipe_from(folder, "data.seq_len=8192").data.image
+    assert (image.pixel_limits, image.max_pixels, image.resample, image.decode) == ("sides", 1024**2, "bicubic", "full")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("config", [SMALL_3_1, MINISTRAL_3], ids=["Mistral Small 3.1", "Ministral 3"])
 def test_the_config_alone_is_planned(config: dict[str, Any], tmp_path: Path) -> None:
