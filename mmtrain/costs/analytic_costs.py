@@ -564,7 +564,7 @@ class AnalyticCosts:
             rows = load.num_sequences * layer.generator.context
         if layer.kind == "projector":
             rows *= 1 + layer.carried_in
-        width = layer.out
+        width = layer.out + layer.hidden * layer.projector.merge_linear
         if layer.kind == "head":
             rows, width = load.num_targets, layer.hidden
         if layer.kind == "resampler":

@@ -55,11 +55,12 @@ def gemms(layer: LayerShape, load: TokenLoad, tp: int = 1) -> tuple[Gemm, ...]:
             return (*mixer_arithmetic(layer).gemms(t, tp), *mlp_arithmetic(layer).gemms(t, tp))
         case "projector":
             rows, width = feature_rows(layer, load), merged_width(layer)
+            merge = (Gemm(rows, h, joined_width(layer) // tp),) * layer.projector.merge_linear
             if layer.mlp is None:
-                return (Gemm(rows, layer.out, width // tp),)
+                return (Gemm(rows, layer.out, width // tp), *merge)
             num_projectors, ffn = 1 + layer.carried_in, layer.dense_mlp.ffn // tp
             first, second = Gemm(rows, ffn, width), Gemm(rows, layer.out, ffn)
-            return (first,) * num_projectors + (second,) * num_projectors
+            return (*(first,) * num_projectors, *(second,) * num_projectors, *merge)
         case "resampler":
             return resampler.gemms(layer, load, tp)
         case "merger":
@@ -127,9 +128,14 @@ def feature_rows(layer: LayerShape, load: TokenLoad) -> int:
     return (load.tokens - layer.extra_tokens * load.num_sequences) // layer.projector.joins
 
 
-def merged_width(layer: LayerShape) -> int:
-    """Return the features of a row that a projector's first linear reads."""
+def joined_width(layer: LayerShape) -> int:
+    """Return the features of a row of merged tokens."""
     return layer.hidden if layer.projector.pools else layer.hidden * layer.projector.joins
+
+
+def merged_width(layer: LayerShape) -> int:
+    """Return the features of a row that a projector's first linear reads, behind that which merges tokens."""
+    return layer.hidden if layer.projector.merge_linear else joined_width(layer)
 
 
 def _projector_ffn(layer: LayerShape) -> int:
@@ -260,6 +266,7 @@ def _num_weights(layer: LayerShape, tp: int) -> int:
             return (mixer.divided + mlp.divided) // tp + whole
         case "projector":
             width, whole = merged_width(layer), extra + int(layer.projector.newline) * layer.out
+            whole += int(layer.projector.merge_linear) * h * joined_width(layer) // tp
             if layer.mlp is None:
                 return width * layer.out // tp + bias * layer.out + whole
             whole += layer.carried_in * width * (1 if layer.rms_norm else 2)
@@ -316,6 +323,7 @@ def _layer_activation_bytes(
         case "projector":
             rows, joined = feature_rows(layer, load), merged_width(layer)
             inputs = rows * joined * max(1, len(layer.norm_widths)) + (t * h if layer.norm_widths else 0)
+            inputs += int(layer.projector.merge_linear) * rows * joined_width(layer)
             # Of each projector for an earlier block: the input of its norm, and that of its first linear.
             inputs += layer.carried_in * rows * joined * 2
             inner = rows * 2 * _projector_ffn(layer) // tp * (1 + layer.carried_in)
@@ -430,7 +438,8 @@ def elementwise_elements(layer: LayerShape, load: TokenLoad, tp: int = 1) -> int
             return t * (residual + divided // tp)
         case "projector":
             joins = 2 * feature_rows(layer, load) * layer.out_width if layer.carried_in else 0
-            of_each = 3 * t * h + 2 * feature_rows(layer, load) * _projector_ffn(layer) // tp
+            of_each = (3 + layer.projector.merge_linear) * t * h
+            of_each += 2 * feature_rows(layer, load) * _projector_ffn(layer) // tp
             return of_each * (1 + layer.carried_in) + joins
         case "resampler":
             return resampler.elementwise_elements(layer, load, tp)

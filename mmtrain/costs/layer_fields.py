@@ -31,10 +31,10 @@ _HOLDERS: dict[type[Any], str] = {
 }
 _OPTIONAL_RECORDS = ("mixer", "mlp")  # which a layer does not have if none of their fields is stated
 # Not measured apart: what trains, the few vectors that queries are, activation functions that run again, copies to host
-# memory, experts on several replicas or with unequal loads, and how a router chooses them.
+# memory, experts on several replicas or with unequal loads, how a router chooses them, and by which angles heads turn.
 _NOT_MEASURED = (
     *("trainable", "frozen", "lora", "trains_adapters_only", "queries", "recomputes_activation", "offload", "ep"),
-    *("load_spread", "router"),
+    *("load_spread", "router", "rotary_alternates"),
 )
 _KINDS: tuple[str, ...] = get_args(get_type_hints(LayerShape)["kind"])
 

@@ -17,6 +17,7 @@ PLAIN_TRANSFORMER: Settings = {
     "norm": "layer",
     "qk_norm": False,
     "layer_scale": False,
+    "rotary_frequencies": "alike",
     "position_grid": 0,
     "position_interpolation": "bilinear",
     "linear_bias": True,

@@ -77,6 +77,7 @@ def decoder_settings(
         "full_attention_blocks": (),
         "window_rope_base": None,
         "query_scale": None,
+        "query_growth": None,
         "rope_after_media": "sides",
         "post_norms": False,
         "zero_centered_norms": False,

@@ -50,7 +50,8 @@ class MediaMarkup:
     InternVL writes each frame of a video apart. Then all of this is the first one, and before the features of later
     ones, which also have the suffix, comes `later_prefix` with their number in the place of `{number}`. Qwen3-VL
     writes when an item is shown: seconds, with one decimal, in the place of `{seconds}` in both prefixes. GLM-4.5V does
-    so behind each item, in whole seconds.
+    so behind each item, in whole seconds. Pixtral writes each row of the features of an image apart, with `row_break`
+    between two rows; the suffix follows the last one.
     """
 
     placeholder: str
@@ -59,6 +60,7 @@ class MediaMarkup:
     suffix: str = ""
     later_prefix: str | None = None
     whole_seconds: bool = False
+    row_break: str | None = None
 
     @property
     def writes_times(self) -> bool:
@@ -75,7 +77,9 @@ class MediaMarkup:
         return f"{self.prefix}{self.feature_token}{self.suffix}"
 
     def later_item(self, number: int, seconds: str) -> str:
-        """Return what stands for one of the later items of a medium, with one feature; `number` counts from 1."""
+        """Return what stands for one of the later items or rows of a medium, with one feature; `number` is from 1."""
+        if self.row_break is not None:
+            return f"{self.row_break}{self.feature_token}"
         assert self.later_prefix is not None
         prefix = self.later_prefix.replace("{number}", str(number))
         return f"{prefix}{self.feature_token}{self.suffix}".replace(SECONDS, seconds)

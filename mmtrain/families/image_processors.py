@@ -219,6 +219,21 @@ def _native_of_frames(section: ConfigSection) -> Settings:
     return {**limits, **_normalization(section, MEAN, STD)}
 
 
+def _native_in_square(section: ConfigSection) -> Settings:
+    """Keep the aspect ratio of pictures, which must fit into a square."""
+    section.require("do_center_crop", False, None, default=None)
+    section.pass_over("do_pad")  # of batches of pictures, behind all that is computed
+    size, is_stated = section.section("size"), section.value("size") is not None
+    if is_stated and size.value("longest_edge") is None:
+        longest = size.integer("height")
+        size.require("width", longest, default=None)
+    else:
+        longest = size.integer("longest_edge", None if is_stated else 1024)
+    size.finish()
+    limits = {"scheme": "native", "pixel_limits": "sides", "min_pixels": 1, "max_pixels": longest**2}
+    return {**limits, **_normalization(section, MEAN, STD)}
+
+
 def pixel_limit(section: ConfigSection, key: str, edge: str, default: int | None) -> int | None:
     """Read a limit of pixels by its older name `key`, or as an `edge` of `size`; `default` if there is neither."""
     size = section.section("size")
@@ -266,6 +281,7 @@ _READERS: Mapping[str, Callable[[ConfigSection], Settings]] = {
     "Qwen2VLImageProcessor": _native,
     "Glm4vImageProcessor": _native_of_frames,
     "Glm46VImageProcessor": _native_of_frames,
+    "PixtralImageProcessor": _native_in_square,
 }
 
 

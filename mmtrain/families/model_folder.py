@@ -63,7 +63,7 @@ class ModelFolder:
             image = read_image_settings(self.path, self.family.image_processor)
             if image is None:
                 return assumed
-            check_encoder_agreement(self.path, self.settings, image)
+            check_encoder_agreement(self.path, self.settings, image, self.family)
             return image
         if section == "audio":
             return read_audio_settings(self.path, self.settings.model["audio"]["mel_bins"]) or assumed
@@ -232,8 +232,8 @@ def _compare_both(
     return are_equal(folder, first, second)
 
 
-def check_encoder_agreement(folder: Path, settings: FolderSettings, image: Settings) -> None:
-    """Compare a folder's processors with its model.
+def check_encoder_agreement(folder: Path, settings: FolderSettings, image: Settings, family: Family) -> None:
+    """Compare a folder's processors with its model, and with what the family writes into text.
 
     image: settings of `data.image` that the processor states. Raises ModelFolderError, which names each key.
     """
@@ -241,17 +241,22 @@ def check_encoder_agreement(folder: Path, settings: FolderSettings, image: Setti
     stated = read_processor(folder, "image")
     problems = []
     if stated is not None:
-        of_pictures = (
-            _wrong_patches(stated.config, vision) if image["scheme"] == "native" else _wrong_tiles(image, settings)
-        )
-        problems += [f"{stated.where}: {text}" for text in of_pictures]
-    for key, expected in _text_keys(image, vision).items():
+        problems += [f"{stated.where}: {text}" for text in _wrong_pictures(stated.config, image, settings)]
+    for key, expected in {**_text_keys(image, vision), **_row_tokens(family)}.items():
         # What a folder leaves out is not compared: older versions wrote fewer keys.
         found = read_joint_file(folder).get(key, expected)
         if found != expected:
             problems.append(f"{folder / PROCESSOR_FILE}: {key}: {found} is not that of the model; allowed: {expected}")
     if problems:
         raise ModelFolderError(f"{'; '.join(problems)}. Correct the processor, or {folder / CONFIG_FILE}")
+
+
+def _wrong_pictures(config: Mapping[str, Any], image: Settings, settings: FolderSettings) -> Iterator[str]:
+    """Say which patches or tiles of a processor's config are not those of the encoder."""
+    if image["scheme"] != "native":
+        yield from _wrong_tiles(image, settings)
+    elif image["pixel_limits"] != "sides":  # Pixtral's reads them in the file of all media
+        yield from _wrong_patches(config, settings.model["vision"])
 
 
 def _wrong_patches(config: Mapping[str, Any], vision: Settings) -> Iterator[str]:
@@ -275,9 +280,10 @@ def _wrong_tiles(image: Settings, settings: FolderSettings) -> Iterator[str]:
 
 
 def _text_keys(image: Settings, vision: Settings) -> Mapping[str, Any]:
-    """Return the keys from which a processor counts the tokens of pictures whose size is always the same."""
+    """Return the keys from which a processor counts the tokens of pictures."""
     if image["scheme"] == "native":
-        return {}
+        is_of_pixtral = image["pixel_limits"] == "sides"
+        return {"patch_size": vision["patch"], "spatial_merge_size": vision["merge"]} if is_of_pixtral else {}
     num_patches = vision["max_side"] ** 2
     keeps_all = vision["class_feature"] or not vision["class_token"]
     expected = {
@@ -289,6 +295,18 @@ def _text_keys(image: Settings, vision: Settings) -> Mapping[str, Any]:
     }
     most_tiles = vision["max_joined_tiles"]
     return expected if most_tiles is None else {**expected, "vision_aspect_ratio": f"anyres_max_{most_tiles}"}
+
+
+def _row_tokens(family: Family) -> Mapping[str, str]:
+    """Return the tokens that a processor writes for the rows of a picture, of a family whose rows are apart."""
+    markup = family.markups.get("image")
+    if markup is None or markup.row_break is None:
+        return {}
+    return {
+        "image_token": markup.feature_token,
+        "image_break_token": markup.row_break,
+        "image_end_token": markup.suffix,
+    }
 
 
 def read_audio_settings(folder: Path, mel_bins: int) -> Settings | None:

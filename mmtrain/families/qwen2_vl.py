@@ -131,6 +131,7 @@ def tower_settings(tower: ConfigSection, hidden: int, depth: int = 32, patch: in
         "linear_bias": True,
         "patch_bias": False,
         "positions": "rotary",
+        "rotary_frequencies": "alike",
         "max_side": MAX_SIDE,
         "position_grid": 0,
         "position_interpolation": "bilinear",

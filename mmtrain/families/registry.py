@@ -19,6 +19,7 @@ from mmtrain.families.internvl import INTERNVL
 from mmtrain.families.llava import LLAVA
 from mmtrain.families.llava_next import LLAVA_NEXT
 from mmtrain.families.llava_onevision import LLAVA_ONEVISION
+from mmtrain.families.mistral3 import MISTRAL3
 from mmtrain.families.qwen2_5_omni import QWEN2_5_OMNI
 from mmtrain.families.qwen2_5_vl import QWEN2_5_VL
 from mmtrain.families.qwen2_audio import QWEN2_AUDIO
@@ -42,6 +43,7 @@ FAMILIES: dict[str, Family] = {
         LLAVA_NEXT,
         LLAVA_ONEVISION,
         MISTRAL,
+        MISTRAL3,
         MIXTRAL,
         QWEN2,
         QWEN2_MOE,

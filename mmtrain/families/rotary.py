@@ -1,6 +1,7 @@
 """Read the rotary positions of a decoder from its config, as `transformers` computes them."""
 
 from collections.abc import Callable, Mapping
+from math import log
 from typing import Any
 
 from mmtrain.families.config_section import ConfigSection
@@ -11,15 +12,20 @@ _UNSCALED_KINDS = ("default", "mrope")  # the second is how transformers 4 wrote
 
 
 def rotary_settings(
-    config: ConfigSection, default_theta: float, interleaved: bool = False, turns_all: bool = True
+    config: ConfigSection,
+    default_theta: float,
+    interleaved: bool = False,
+    turns_all: bool = True,
+    stated: ConfigSection | None = None,
 ) -> Settings:
     """Read the rotary positions as `transformers` 5 (`rope_parameters`) or 4 (`rope_theta`, `rope_scaling`) wrote.
 
     interleaved: whether the family's pairs that time, row and column rotate take turns.
     turns_all: whether all features of a head turn; the caller reads which part of them does otherwise.
+    stated: the section that holds, of a caller that has read more of it.
     """
     theta = config.number("rope_theta", default_theta)
-    rotary = stated_rotary(config)
+    rotary = stated_rotary(config) if stated is None else stated
     if turns_all:
         rotary.require("partial_rotary_factor", 1.0, 1, None, default=None)
     else:
@@ -103,15 +109,25 @@ def _llama3(config: ConfigSection, scaled: ConfigSection) -> dict[str, Any]:
 
 def _yarn(config: ConfigSection, scaled: ConfigSection) -> dict[str, Any]:
     scaled.require("truncate", True, default=True)
-    for key in ("mscale", "mscale_all_dim"):
-        scaled.require(key, None, 0, default=None)
-    amplitude = None if scaled.value("attention_factor") is None else scaled.number("attention_factor")
+    ratio = _ratio_of_amplitudes(scaled)
+    amplitude = ratio if scaled.value("attention_factor") is None else scaled.number("attention_factor")
     return {
         "low_freq_factor": _number_or(scaled, "beta_slow", _YARN_SLOW_TURNS),
         "high_freq_factor": _number_or(scaled, "beta_fast", _YARN_FAST_TURNS),
         "original_positions": _original_positions(config, scaled),
         "amplitude": amplitude,
     }
+
+
+def _ratio_of_amplitudes(scaled: ConfigSection) -> float | None:
+    """Return the amplitude that `mscale` and `mscale_all_dim` make together; one alone has no effect."""
+    factor, scales = scaled.number("factor"), [scaled.value(key) for key in ("mscale", "mscale_all_dim")]
+    if not all(scales):
+        return None
+    numerator, denominator = (scaled.number(key) for key in ("mscale", "mscale_all_dim"))
+    if factor <= 1:
+        return 1.0
+    return (0.1 * numerator * log(factor) + 1) / (0.1 * denominator * log(factor) + 1)
 
 
 def _number_or(scaled: ConfigSection, key: str, default: float) -> float:

@@ -20,10 +20,28 @@ from mmtrain.families.decoders import (
     window_settings,
 )
 from mmtrain.families.family import Family, FolderSettings, Settings, tiny_decoder
+from mmtrain.families.rotary import rotary_settings, stated_rotary
 from mmtrain.families.weight_layouts import ParameterSource
 
 _LLAMA_DEFAULTS = {"intermediate_size": 11008, "vocab_size": 32000}
 _MISTRAL_DEFAULTS = {"intermediate_size": 14336, "vocab_size": 32000, "num_key_value_heads": 8}
+_MINISTRAL3_DEFAULTS = {
+    "intermediate_size": 14336,
+    "num_hidden_layers": 34,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 131072,
+    "rms_norm_eps": 1e-5,
+}
+_MINISTRAL3_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
 _MIXTRAL_DEFAULTS = {**_MISTRAL_DEFAULTS, "rms_norm_eps": 1e-5, "rope_theta": 1e6}
 _QWEN2_DEFAULTS = {"intermediate_size": 22016, "vocab_size": 151936, "num_key_value_heads": 32}
 _QWEN2_MOE_DEFAULTS = {
@@ -81,6 +99,20 @@ def mistral_settings(config: ConfigSection) -> Settings:
     settings = decoder_settings(config, _MISTRAL_DEFAULTS, qkv_bias=False)
     window = config.optional_integer("sliding_window", 4096)
     return {**settings, **window_settings(config, settings["layers"], window, is_full=lambda _: False)}
+
+
+def ministral3_settings(config: ConfigSection) -> Settings:
+    """Return the settings of the LLM, whose queries grow with their positions. A window is one of all blocks."""
+    stated = stated_rotary(config) or ConfigSection(_MINISTRAL3_ROPE, "rope_parameters.", config.problems)
+    stated.pass_over("max_position_embeddings")
+    growth = stated.number("llama_4_scaling_beta")
+    rotary = rotary_settings(config, 10000.0, stated=stated)
+    if rotary["rope_scaling"] is None or rotary["rope_scaling"]["original_positions"] is None:
+        stated.reject("rope_type", "it is not supported yet that queries grow beside it; supported: yarn, llama3")
+    settings = decoder_settings(config, _MINISTRAL3_DEFAULTS, rotary, qkv_bias=False)
+    window = config.optional_integer("sliding_window", None)
+    windows = window_settings(config, settings["layers"], window, is_full=lambda _: False)
+    return {**settings, **windows, "query_growth": growth}
 
 
 def qwen2_settings(config: ConfigSection) -> Settings:
@@ -141,6 +173,7 @@ def _mixtral_weights(settings: FolderSettings) -> Iterator[ParameterSource]:
 _DECODERS: Mapping[str, Callable[[ConfigSection], Settings]] = {
     "llama": llama_settings,
     "mistral": mistral_settings,
+    "ministral3": ministral3_settings,
     "qwen2": qwen2_settings,
     "qwen3": qwen3_settings,
     "qwen3_moe": qwen3_moe_settings,

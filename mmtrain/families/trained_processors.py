@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import replace
+from math import isqrt
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +142,8 @@ def _write_to_frames(pictures: StatedProcessor, changes: Changes, trained: Setti
 def _images(config: Changes, changes: Changes, trained: Settings, folder: ModelFolder) -> dict[str, Any]:
     changed = {**config, **_pixels(changes)}
     if changes.keys() & _LIMITS.keys():
-        changed |= _with_limits(config, trained)
+        is_square = trained["pixel_limits"] == "sides"
+        changed |= {"size": _square(trained)} if is_square else _with_limits(config, trained)
     if changes.keys() & {"size", "fit"} and trained["scheme"] == "fixed" and "crop_size" in config:
         fitted = clip_image_processor(trained)
         changed |= {key: fitted.get(key, False) for key in ("image_processor_type", "size", "crop_size", "do_pad")}
@@ -191,6 +193,11 @@ def _with_limits(config: Changes, trained: Settings) -> dict[str, Any]:
     """Return the keys of both limits: `size`, and the older ones where the config has them."""
     size = {edge: trained[key] for key, edge in _LIMITS.items()}
     return {"size": size, **{key: trained[key] for key in _LIMITS if config.get(key) is not None}}
+
+
+def _square(trained: Settings) -> dict[str, int]:
+    """Return the `size` of a processor whose pictures must fit into a square."""
+    return {"longest_edge": isqrt(trained["max_pixels"])}
 
 
 def _plain(value: object) -> object:

@@ -20,6 +20,7 @@ from mmtrain.recipe.settings.model_settings import ModelSettings
 from tests.models.factory import (
     DEEPSTACK,
     MERGED,
+    PIXTRAL,
     POOLED,
     RESAMPLED,
     SCALED,
@@ -61,6 +62,7 @@ MODELS = {
     "normalized heads": settings(llm={"qk_norm": True, "head_dim": 16}),
     "pooled": settings(vision=POOLED),
     "merged": settings(vision=MERGED),
+    "pixtral": settings(vision=PIXTRAL),
     "resampled": settings(vision=RESAMPLED),
     "resampled, raw tokens": settings(vision=RESAMPLED | {"freeze": True, "post_norm": False}),
     "experts": settings(llm={"moe": {"experts": 5, "top_k": 2, "ffn": 24, "dense_blocks": (1,)}}),

@@ -26,7 +26,9 @@ from mmtrain.models.stage.stage_module import StageModule
 from tests.distributed import run_ranks
 from tests.models.factory import (
     DEEPSTACK,
+    GROWING,
     MERGED,
+    PIXTRAL,
     POOLED,
     RESAMPLED,
     SCALED,
@@ -188,11 +190,13 @@ GROUPED: dict[str, Any] = {
         ("vision", {"deepstack": (0, 1), "projector": {"ffn": 128}}),
         ("vision", POOLED),
         ("vision", MERGED),
+        ("vision", PIXTRAL),
         ("vision", RESAMPLED | {"class_token": False}),
         ("vision", RESAMPLED | {"class_token": False, "projector": {"kind": "resampler", "queries": 8, "norm": True}}),
         ("audio", {}),
         ("llm", {}),
         ("llm", {"qk_norm": True}),
+        ("llm", GROWING),
         ("llm", {"post_norms": True, "zero_centered_norms": True}),
         ("llm", {"image_attention": "bidirectional"}),
         ("llm", {"moe": {"experts": 8, "top_k": 2, "ffn": 160}}),
@@ -239,6 +243,7 @@ def test_activation_bytes_are_those_that_autograd_saves(unit: str, more: dict[st
         {"class_token": False, "positions": "rotary", "position_grid": 4},
         WINDOWED | {"window": 4},
         MERGED,
+        PIXTRAL,
     ],
 )
 def test_an_embedding_of_patches_keeps_its_patches_and_no_tokens(more: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 from mmtrain.data.text.sample_tokenizer import MediumFeatures, total_features
 from mmtrain.data.text.template_tokenizer import DEFAULT_THOUGHTS
@@ -18,6 +19,36 @@ from tests.data import model_folders
 from tests.data.published_vocabularies import published_vocabulary
 from tests.data.test_tool_calls import TEMPLATES as TOOL_TEMPLATES
 
+# As Mistral has it since version 7 of its tokenizers: a system text between marks of its own, and texts or parts.
+MISTRAL3 = """
+{{- bos_token -}}
+{%- set rest = messages -%}
+{%- if messages[0]['role'] == 'system' -%}
+    {%- set text = messages[0]['content'] -%}
+    {{- '[SYSTEM_PROMPT]' + (text if text is string else text[0]['text']) + '[/SYSTEM_PROMPT]' -}}
+    {%- set rest = messages[1:] -%}
+{%- endif -%}
+{%- for message in rest -%}
+    {%- if message['role'] == 'user' -%}
+        {{- '[INST]' -}}
+        {%- if message['content'] is string -%}
+            {{- message['content'] -}}
+        {%- else -%}
+            {%- for part in message['content'] -%}
+                {%- if part['type'] == 'text' -%}{{- part['text'] -}}
+                {%- elif part['type'] in ['image', 'image_url'] -%}{{- '[IMG]' -}}
+                {%- else -%}{{- raise_exception('Only text and image parts are supported.') -}}{%- endif -%}
+            {%- endfor -%}
+        {%- endif -%}
+        {{- '[/INST]' -}}
+    {%- elif message['role'] == 'assistant' -%}
+        {#START#}{{- message['content'] if message['content'] is string else message['content'][0]['text'] -}}
+        {{- eos_token -}}{#END#}
+    {%- else -%}
+        {{- raise_exception('Only user and assistant roles are supported.') -}}
+    {%- endif -%}
+{%- endfor -%}
+"""
 # Llama 2's chat: the system text in the first question; nothing stands before an answer but the end of the question.
 LLAMA2_CHAT = """
 {%- set system = '' -%}
@@ -216,7 +247,7 @@ _ANSWERS_ALONE = QWEN3_5.replace("{#START#}{{- thought", "{{- thought").replace(
 # Special tokens of all families of a vocabulary that it does not have itself, in the order of their ids.
 _MORE_TOKENS = {
     "llama2": ("<image>",),
-    "llama3": (),
+    "llama3": (*("[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[IMG]", "[IMG_BREAK]", "[IMG_END]"),),
     "qwen3": (
         *("<image>", "<video>", "<img>", "</img>", "<IMG_CONTEXT>", "<|IMAGE|>", "<|VIDEO|>", "<|AUDIO|>"),
         *("<|vision_bos|>", "<|vision_eos|>", "<|audio_bos|>", "<|audio_eos|>"),
@@ -244,6 +275,20 @@ class ChatFamily:
     features: Mapping[MediaKind, str] = field(default_factory=dict)  # its tokens of features, if those are others
     write: Callable[[MediaKind, MediumFeatures], str] | None = None  # what its processor writes for a medium, if more
     thoughts: ThoughtSettings = DEFAULT_THOUGHTS
+    unsaid: tuple[str, ...] = ()  # its special tokens that drawn texts would spell otherwise
+
+
+def _write_like_mistral3(kind: MediaKind, features: MediumFeatures) -> str:
+    """Return what Pixtral's processor writes for a picture of these rows."""
+    from tests.weights.pixtral_processor import processor_class
+
+    assert isinstance(features, tuple)
+    processor = SimpleNamespace(
+        patch_size=1, spatial_merge_size=1, image_token="[IMG]", image_break_token="[IMG_BREAK]",
+        image_end_token="[IMG_END]",
+    )  # fmt: skip
+    sizes = {"image_sizes": [(len(features), features[0])]}
+    return str(processor_class().replace_image_token(processor, sizes, 0))
 
 
 def _write_like_gemma3(kind: MediaKind, features: MediumFeatures) -> str:
@@ -292,6 +337,16 @@ CHAT_FAMILIES: dict[str, ChatFamily] = {
         sorts_media=True,
     ),
     "mistral": ChatFamily("mistral", "llama2", model_folders.MISTRAL),
+    # No package has Mistral's vocabulary since version 7. Llama 3's cuts texts by a pattern as that one does.
+    "mistral3": ChatFamily(
+        "mistral3",
+        "llama3",
+        MISTRAL3,
+        {"image": "[IMG]"},
+        tokenizer_config={"eos_token": "<|eot_id|>"},
+        write=_write_like_mistral3,
+        unsaid=("[INST]",),
+    ),
     "qwen2": ChatFamily("qwen2", "qwen3", _QWEN_TOOLS, has_tools=True),
     "qwen2_audio": ChatFamily(
         "qwen2_audio", "qwen3", QWEN2_AUDIO.replace("AUDIO_PART", "part['type'] == 'audio'"), _AUDIO

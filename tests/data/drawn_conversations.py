@@ -108,6 +108,7 @@ def draw_conversation(chat: ChatFamily, random: Random) -> DrawnConversation:
     tools = _draw_tools(random) if chat.has_tools and random.random() < 0.7 else None
 
     def add(role: str, parts: list[str], **fields: Any) -> None:
+        parts = [_without(part, chat.unsaid) for part in parts]
         kinds = [part for part in parts if part in chat.tokens]
         contents = [{"type": part} if part in chat.tokens else {"type": "text", "text": part} for part in parts]
         content = contents if kinds or chat.all_parts else "".join(parts)
@@ -136,6 +137,12 @@ def draw_conversation(chat: ChatFamily, random: Random) -> DrawnConversation:
         )
         add("assistant", [answer], **thought)
     return DrawnConversation(messages, tools, media)
+
+
+def _without(text: str, tokens: tuple[str, ...]) -> str:
+    for token in tokens:
+        text = text.replace(token, token[1:-1])
+    return text
 
 
 def get_kinds(names: list[str]) -> list[MediaKind]:
@@ -172,6 +179,8 @@ def _draw_features(chat: ChatFamily, kind: MediaKind, random: Random) -> MediumF
     if markup is not None and markup.writes_times:
         num_items = random.randint(1, 5)
         return TimedItems((random.randint(1, 9),) * num_items, tuple(sorted(random.sample(range(2000), num_items))))
+    if markup is not None and markup.row_break is not None:
+        return (random.randint(1, 9),) * random.randint(1, 6)
     if chat.family == "internvl":
         return (TILE_FEATURES,) * random.randint(1, 12) if kind == "video" else TILE_FEATURES * random.randint(1, 5)
     return random.randint(1, 9)

@@ -16,6 +16,7 @@ from mmtrain.data.media.image_grids import (
     best_canvas,
     enlarge_to_patch,
     frame_grid,
+    grid_in_square,
     item_grids,
     native_grid,
     num_tiles,
@@ -77,6 +78,22 @@ def _native_differences(num_sizes: int, seed: int) -> int:
 
 def test_native_grids_are_those_of_qwen_for_any_size_and_limits() -> None:
     assert _native_differences(5000, seed=1) == 0
+
+
+def test_grids_in_a_square_are_those_of_pixtral_for_any_size_and_square() -> None:
+    rng = random.Random(5)
+    for _ in range(5000):
+        width, height = _drawn_size(rng)
+        patch, merge = rng.choice((14, 16)), rng.choice((1, 2))
+        longest = rng.choice((1540, 1024, rng.randint(patch * merge, 2000)))
+        if max(width, height) > MAX_ASPECT * min(width, height):
+            continue
+        picture = np.empty((3, height, width), dtype=np.uint8)
+        expected = _processor("pixtral").get_resize_output_image_size(picture, longest, patch * merge, "channels_first")
+        if 0 in expected:  # a side of no pixels, of which `transformers` makes no picture
+            continue
+        rows, cols = grid_in_square(width, height, longest, Patches(patch, merge, MAX_SIDE))
+        assert (rows * patch, cols * patch) == expected, (width, height, longest)
 
 
 def test_grids_within_limits_of_frames_are_those_of_glm_for_any_size_and_limits() -> None:

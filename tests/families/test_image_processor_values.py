@@ -24,6 +24,8 @@ IMAGED = [
     name for name, family in FAMILIES.items() if "image_processor_type" in family.tiny.get(IMAGE_PROCESSOR_FILE, {})
 ]
 NATIVE = [name for name in IMAGED if name.startswith("qwen")]
+# What the processor of a family takes from its own file and passes to that of images.
+PASSED = {"mistral3": {"patch_size": 16}}
 # Keys that any processor may state, with values of which most are wrong for most of them.
 ANY_KEYS: dict[str, list[Any]] = {
     "aspect_ratio_setting": ["pad"],
@@ -97,6 +99,10 @@ def test_patches_that_a_folder_leaves_out_are_those_of_the_class(tmp_path: Path)
         ("llava_onevision", "vision_aspect_ratio", "anyres_max_2", "anyres_max_"),
         ("gemma3", "image_seq_length", 9, ""),
         ("internvl", "image_seq_length", 9, "4"),
+        ("mistral3", "patch_size", 16, "8"),
+        ("mistral3", "spatial_merge_size", 1, "2"),
+        ("mistral3", "image_break_token", "<break>", r"\[IMG_BREAK\]"),
+        ("mistral3", "image_end_token", "<end>", r"\[IMG_END\]"),
     ],
 )
 def test_counts_of_tokens_of_another_model_are_refused(
@@ -147,7 +153,7 @@ def test_every_other_value_gives_the_same_pixels_or_is_refused(family: str, tmp_
                 continue
             processor = AutoImageProcessor.from_pretrained(folder)
             for picture, ours in zip(pictures, read, strict=True):
-                options = FAMILIES[family].image_processor
+                options = {**FAMILIES[family].image_processor, **PASSED.get(family, {})}
                 made = processor(Image.open(picture), return_tensors="np", **options)["pixel_values"]
                 theirs = np.reshape(made, (-1, *ours.shape[1:])) if np.size(made) == ours.size else np.zeros(0)
                 if theirs.shape != ours.shape or _are_unlike(ours, theirs, processor.image_std):
@@ -191,13 +197,14 @@ def _pixels(folder: Path, picture: Path) -> npt.NDArray[np.float32]:
     for part, (rows, cols) in enumerate(grids):
         patches = normalized(decoder.patches("image", media, part, len(grids), (rows, cols)), image)
         patch, merge = vision.patch, vision.merge
-        if image.scheme == "native":
+        if image.scheme == "native" and image.pixel_limits != "sides":
             squares = patches.reshape(rows // merge, merge, cols // merge, merge, -1).swapaxes(1, 2)
             parts.append(squares.reshape(rows * cols, -1))
         else:
             tile = patches.reshape(rows, cols, 3, patch, patch).transpose(2, 0, 3, 1, 4)
             parts.append(tile.reshape(3, rows * patch, cols * patch))
-    return np.concatenate(parts) if image.scheme == "native" else np.stack(parts)
+    is_packed = image.scheme == "native" and image.pixel_limits != "sides"
+    return np.concatenate(parts) if is_packed else np.stack(parts)
 
 
 def _are_unlike(ours: npt.NDArray[Any], theirs: npt.NDArray[Any], std: Any) -> bool:

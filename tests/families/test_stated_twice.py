@@ -137,6 +137,8 @@ def _rotary_section(family: str, stated: Mapping[str, Any]) -> dict[str, Any]:
             changed[key] = {**changed[key], **kept}
     if family.startswith("gemma3") and isinstance(changed["rope_parameters"], dict):
         changed["rope_parameters"] = {"full_attention": changed["rope_parameters"]}
+    if family == "mistral3":  # of whose two decoders one has few kinds of positions
+        changed["model_type"] = "mistral"
     return changed
 
 

@@ -60,7 +60,18 @@ PLAIN = "plain"
 # What published families have in their blocks, beside the plain ones of `tests.flow.cases`.
 LLM_KINDS: dict[str, dict[str, Any]] = {
     PLAIN: {},
-    "windows": {"window": 5, "full_attention_blocks": (1,)},
+    "windows, growing queries": {
+        "window": 5,
+        "full_attention_blocks": (1,),
+        "query_growth": 0.4,
+        "rope_scaling": {
+            "kind": "yarn",
+            "factor": 2,
+            "low_freq_factor": 1,
+            "high_freq_factor": 4,
+            "original_positions": 3,
+        },
+    },
     "qk norm": {"qk_norm": True, "head_dim": 8, "qkv_bias": False},  # heads are together wider than the stream
     "m-rope": {"rope_sections": (1, 1, 1)},
     "gemma": {
@@ -87,6 +98,18 @@ VISION_KINDS: dict[str, dict[str, Any]] = {
         "norm": "rms",
     },
     "layer scale": {"layer_scale": True, "qk_norm": True},
+    "pixtral": {
+        "positions": "rotary",
+        "rotary_frequencies": "alternating",
+        "gated_mlp": True,
+        "activation": "silu",
+        "norm": "rms",
+        "linear_bias": False,
+        "pre_norm": True,
+        "downsample": "linear",
+        "merge": 2,
+        "projector": {"bias": False, "norm_eps": 1e-4},
+    },
 }
 
 

@@ -31,7 +31,7 @@ from tests.flow.runs import refuse, run_all
 from tests.flow.tiny_families import MESH, TINY_FAMILIES, TinyFamily, load_tiny_recipe
 from tests.plans import plan_recipe as planner
 from tests.tiers import mostly_long
-from tests.weights.comparison import assert_equal_gradients
+from tests.weights.comparison import assert_equal_gradients, content
 
 PLANNED = [(name, placement) for name, tiny in TINY_FAMILIES.items() for placement in tiny.parallel]
 # The way to the checkpoint is the same for all families: the encoders of four try every placement.
@@ -110,6 +110,19 @@ def test_a_step_of_encoder_replicas_on_a_tp_group_equals_one_of_transformers(
     _assert_equal_step(tiny, theirs, recipe, plan)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("split", ["auto", "even"])
+def test_a_step_of_shared_sequences_equals_one_of_transformers(split: str, expected: Callable[[str], Expected]) -> None:
+    """Queries of tokens far into a sample grow, whichever rank has them."""
+    tiny, theirs = TINY_FAMILIES["mistral3"], expected("mistral3")
+    parallel = f"{{placement: unified, llm: {{tp: 1, pp: 2, cp: 2, cp_split: {split}}}}}"
+    recipe = load_tiny_recipe(theirs.folder, parallel).recipe
+    lengths = build_index(recipe, "validation").lengths
+    plan = planner(recipe, lengths, world_size=4, hardware="cpu-core", recipe_sha256="")
+    assert (plan.units["llm"].cp, plan.units["llm"].pp) == (2, 2)
+    _assert_equal_step(tiny, theirs, recipe, plan)
+
+
 def _assert_equal_step(tiny: TinyFamily, theirs: Expected, recipe: Recipe, plan: Plan) -> None:
     """Train one step by the plan; compare loss and gradients with those of `transformers`."""
     ranks = run_ranks(plan.world_size, _train_one_step, recipe, plan)
@@ -144,6 +157,28 @@ def test_a_trained_model_has_the_same_loss_and_answers_in_transformers(
         assert our_loss == pytest.approx(tiny.loss(tiny.open(out), out, request.recipe).item(), rel=1e-4)
     assert abs(our_loss - untrained_loss) > 1e-2, "three steps changed nothing"
     tiny.assert_same_answers(request.recipe, checkpoint, out)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gemma3", "mistral3", "qwen3_vl"])
+def test_text_alone_leaves_a_frozen_tower_as_it_was_bit_for_bit(name: str, tmp_path: Path) -> None:
+    folder, out, tiny = tmp_path / "model", tmp_path / "out", TINY_FAMILIES[name]
+    tiny.write(folder)
+    for source, target in (("train", "some"), ("heldout", "others")):
+        rows = json.loads((folder / "conversations" / f"{source}.json").read_text(encoding="utf-8"))
+        texts = [row for row in rows if not row.get("image")]
+        (folder / "conversations" / f"{target}.json").write_text(json.dumps(texts), encoding="utf-8")
+    num_ranks, parallel = tiny.parallel["colocated"]
+    loaded = load_tiny_recipe(folder, parallel, "model.vision.freeze=true", "model.vision.projector.freeze=true")
+    request = TrainRequest(loaded, planner, plan_again, "cpu-core", num_ranks, tmp_path / "run")
+    assert run_all(*[request] * num_ranks) == [""] * num_ranks
+    checkpoint = open_newest_good(request.run_dir / CHECKPOINTS_FOLDER, refuse)
+    export_folder(load_run_recipe(request.run_dir), checkpoint, out)
+    before, after = content(folder), content(out)
+    assert before.keys() == after.keys()
+    of_llm = {tensor for tensor in before if "language_model" in tensor or "lm_head" in tensor}
+    assert {tensor for tensor in before if before[tensor] != after[tensor]} == of_llm
+    assert len(before) > len(of_llm) > 0
 
 
 @pytest.mark.slow

@@ -115,6 +115,18 @@ def native_pictures(folder: Path, files: Files, ids: Tensor) -> Arguments:
     }
 
 
+def pixtral_pictures(folder: Path, files: Files, ids: Tensor) -> Arguments:
+    """Return pictures of any shape, padded to one, and their sizes."""
+    from transformers import AutoConfig, AutoImageProcessor
+
+    if not files["image"]:
+        return {}
+    config = AutoConfig.from_pretrained(folder)
+    passed = {"patch_size": config.vision_config.patch_size * config.spatial_merge_size}  # by Pixtral's processor
+    pictures = [Image.open(path) for path in files["image"]]
+    return dict(AutoImageProcessor.from_pretrained(folder)(pictures, return_tensors="pt", **passed))
+
+
 def whisper_clips(folder: Path, files: Files, ids: Tensor) -> Arguments:
     """Return the log-mel frames of clips."""
     from transformers import AutoFeatureExtractor
@@ -182,7 +194,7 @@ class TinyFamily:
         assert len(index.samples) == NUM_HELDOUT
         total, num_targets = torch.zeros(()), 0
         for number, sample in enumerate(index.samples):
-            encoded = tokenizer.encode(sample, index.media_features(number))
+            encoded = tokenizer.encode(sample, index.media_features(number, tokenizer.writes_rows_apart))
             ids, labels = torch.from_numpy(encoded.ids), torch.from_numpy(encoded.labels)
             arguments = self.arguments(folder, files_of(sample), ids)
             logits = model(input_ids=ids[None], attention_mask=torch.ones_like(ids)[None], **arguments).logits[0]
@@ -198,7 +210,8 @@ class TinyFamily:
         answers = answers_of(recipe, checkpoint, index)
         for number, ours in answers.items():
             sample = index.samples[number]
-            prompt = torch.from_numpy(tokenizer.prompt_ids(sample, index.media_features(number)))
+            features = index.media_features(number, tokenizer.writes_rows_apart)
+            prompt = torch.from_numpy(tokenizer.prompt_ids(sample, features))
             tokens = model.generate(
                 input_ids=prompt[None], attention_mask=torch.ones_like(prompt)[None],
                 max_new_tokens=NUM_ANSWER_TOKENS, do_sample=False, eos_token_id=sorted(tokenizer.end_ids),
@@ -248,6 +261,7 @@ TINY_FAMILIES: dict[str, TinyFamily] = {
     "llava_next": TinyFamily(FAMILIES["llava_next"], ("vision",), joined_tiles),
     "llava with class features": TinyFamily(VARIANTS["llava with class features"], ("vision",), squared_pictures),
     "llava with siglip": TinyFamily(VARIANTS["llava with siglip"], ("vision",), squared_pictures),
+    "mistral3": TinyFamily(FAMILIES["mistral3"], ("vision",), pixtral_pictures),
     "qwen2_audio": TinyFamily(
         FAMILIES["qwen2_audio"], ("audio",), whisper_clips, frozenset({"audio.layers.0.positions"})
     ),

@@ -54,6 +54,22 @@ MERGED: dict[str, Any] = {
     "activation": "silu", "linear_bias": False, "qkv_bias": False, "patch_norm": True,
     "projector": {"kind": "merger", "ffn": 64, "bias": False, "activation": "silu", "norm_eps": 1e-5},
 }  # fmt: skip
+# What Mistral 3 adds to an encoder, and to its LLM.
+PIXTRAL: dict[str, Any] = {
+    "positions": "rotary", "rotary_frequencies": "alternating", "norm": "rms", "gated_mlp": True, "activation": "silu",
+    "linear_bias": False, "qkv_bias": False, "patch_bias": False, "pre_norm": True, "downsample": "linear",
+    "projector": {"bias": False, "norm_eps": 1e-4},
+}  # fmt: skip
+GROWING: dict[str, Any] = {
+    "query_growth": 0.4,
+    "rope_scaling": {
+        "kind": "llama3",
+        "factor": 2,
+        "low_freq_factor": 1,
+        "high_freq_factor": 4,
+        "original_positions": 3,
+    },
+}
 # Queries that attend to each image, where others merge patches.
 RESAMPLED: dict[str, Any] = {
     "class_token": True, "downsample": "identity", "merge": 1,

@@ -26,7 +26,9 @@ from tests.models.device_copies import META, DeviceCopies
 from tests.models.factory import (
     AUDIO,
     DEEPSTACK,
+    GROWING,
     MERGED,
+    PIXTRAL,
     POOLED,
     RESAMPLED,
     SCALED,
@@ -54,6 +56,8 @@ MODELS: dict[str, tuple[str, ModelSettings]] = {
     "vision, stretched positions": ("vision", settings(vision=DEEPSTACK)),
     "vision, pooled": ("vision", settings(vision=POOLED)),
     "vision, merged": ("vision", settings(vision=MERGED)),
+    "vision, pixtral": ("vision", settings(vision=PIXTRAL)),
+    "llm, growing queries": ("llm", settings(llm=GROWING)),
     "vision, resampled": ("vision", settings(vision=RESAMPLED)),
     "llm, queries": ("llm", settings(generator=DIT)),
     "generator, transformer": ("generator", settings(generator=DIT)),

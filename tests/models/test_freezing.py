@@ -9,7 +9,7 @@ from mmtrain.models.shapes.layer_shape import BLOCK_KINDS
 from mmtrain.recipe.settings.audio_settings import AudioSettings
 from mmtrain.recipe.settings.encoder_settings import ProjectorSettings
 from mmtrain.recipe.settings.model_settings import ModelSettings
-from tests.models.factory import MERGED, POOLED, RESAMPLED, images, settings, shape_of, stage, text
+from tests.models.factory import MERGED, PIXTRAL, POOLED, RESAMPLED, images, settings, shape_of, stage, text
 
 SPEECH = AudioSettings(layers=1, hidden=16, heads=2, ffn=24, mel_bins=8, max_frames=16)
 MODELS = {
@@ -24,6 +24,7 @@ MODELS = {
     "joined tiles": settings(vision={"join_tiles": True}),
     "pooled": settings(vision=POOLED),
     "merged": settings(vision=MERGED),
+    "pixtral": settings(vision=PIXTRAL),
     "resampled": settings(vision=RESAMPLED),
     "speech": ModelSettings(audio=SPEECH, llm=settings().llm),
     "averages, one linear": ModelSettings(

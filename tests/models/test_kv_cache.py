@@ -15,7 +15,7 @@ from mmtrain.models.stage.stage_inputs import TextInput
 from mmtrain.models.stage.stage_module import StageModule
 from mmtrain.recipe.settings.model_settings import ModelSettings
 from tests.distributed import run_ranks
-from tests.models.factory import DEEPSTACK, settings, stage
+from tests.models.factory import DEEPSTACK, GROWING, settings, stage
 from tests.models.whole_tensors import stage_logits
 
 LIMIT, NUM_NEW = 83, 9  # ids from 83 up are padding of the vocabulary
@@ -28,6 +28,7 @@ MODELS = {
         llm={"window": 4, "full_attention_blocks": (1,), "window_rope_base": 50.0, "query_scale": 5, "qk_norm": True}
     ),
     "deepstack": settings(vision=DEEPSTACK),
+    "growing queries": settings(llm=GROWING),
     "images see both ways": settings(
         llm={"window": 4, "full_attention_blocks": (1,), "image_attention": "bidirectional"}
     ),

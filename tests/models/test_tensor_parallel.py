@@ -13,7 +13,20 @@ from mmtrain.models.optim.parameter_specs import stage_param_specs
 from mmtrain.models.shapes.param_spec import ParamSpec
 from mmtrain.recipe.settings.model_settings import ModelSettings
 from tests.distributed import run_ranks
-from tests.models.factory import MERGED, POOLED, RESAMPLED, SCALED, WINDOWED, gradients, images, settings, stage, text
+from tests.models.factory import (
+    GROWING,
+    MERGED,
+    PIXTRAL,
+    POOLED,
+    RESAMPLED,
+    SCALED,
+    WINDOWED,
+    gradients,
+    images,
+    settings,
+    stage,
+    text,
+)
 from tests.models.whole_tensors import join_tp_shards, stage_logits
 
 TP = 2
@@ -46,6 +59,7 @@ VARIANTS = {
     "windows": settings(vision=WINDOWED),
     "scaled": settings(vision=SCALED),
     "merged": settings(vision=MERGED),
+    "pixtral": settings(vision=PIXTRAL, llm=GROWING),
     "resampled": settings(vision=RESAMPLED),
 }
 PLACES = (1, 2, 3, 4, 9, 10, 11, 12, 13, 20)

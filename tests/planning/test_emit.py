@@ -206,6 +206,15 @@ def test_a_router_that_megatron_lm_has_not_is_refused(folder: Path, change: tupl
 
 
 @pytest.mark.slow
+def test_queries_that_grow_are_refused_by_megatron_lm(folder: Path) -> None:
+    llama3 = "{kind: llama3, factor: 8, low_freq_factor: 1, high_freq_factor: 4, original_positions: 8192}"
+    settings = [f"model.llm.rope_scaling={llama3}", "model.llm.query_growth=0.1"]
+    plan, recipe = planned(folder / "text.yaml", [*ON_ONE_RANK, *settings])
+    with pytest.raises(PlanError, match=r"queries grow with their positions \(query_growth\)"):
+        emit(plan, recipe, "megatron-lm")
+
+
+@pytest.mark.slow
 def test_an_encoder_that_megatron_lm_knows_is_named(folder: Path) -> None:
     plan, recipe = planned(folder / "vision.yaml", ["parallel.placement=unified", "cluster.ranks=1"])
     arguments = started_arguments(emit(plan, recipe, "megatron-lm").text, folder)

@@ -586,6 +586,30 @@ def test_settings_that_do_not_fit_together(base: Path, overrides: list[str], mes
             "position_interpolation is set; allowed with position_grid",
         ),
         (
+            ["model.vision.rotary_frequencies=alternating"],
+            "rotary_frequencies is set beside positions `factorized`; allowed with `rotary`",
+        ),
+        (
+            ["model.vision.downsample=linear", "model.vision.projector.norm=true"],
+            "projector.norm is set, but downsample is `linear`, which reads patches behind post_norm; leave it out",
+        ),
+        (
+            ["model.vision.downsample=linear", "model.vision.projector.kind=merger"],
+            "projector.kind is `merger`, but downsample is `linear`; allowed beside it: mlp, linear",
+        ),
+        (
+            ["model.vision.downsample=linear", "model.vision.positions=rotary", "model.vision.deepstack=[0]"],
+            "deepstack is set, but downsample is `linear`; allowed: identity, pixel_shuffle",
+        ),
+        (
+            ["model.llm.query_growth=0.1"],
+            "query_growth: without `rope_scaling.original_positions` queries have no length to grow by; set it",
+        ),
+        (
+            ["data.image.pixel_limits=sides", "data.image.max_pixels=200000"],
+            "max_pixels is 200000; allowed with pixel_limits `sides`: squares, like 199809",
+        ),
+        (
             ["model.vision.projector={kind: merger, norm: true}"],
             "norm is set beside kind `merger`, which has a layer norm of its own; leave it out",
         ),

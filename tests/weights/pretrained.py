@@ -422,6 +422,33 @@ def glm4v_moe(frames: int = 2, **changes: Any) -> nn.Module:
     return _with_selection_biases(model)
 
 
+BREAK_TOKEN, END_TOKEN = 1, 2  # behind a row of an image's features, and behind the last one
+GROWING_ROPE: dict[str, Any] = {  # of queries that grow every five tokens
+    "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 5, "mscale": 1.0,
+    "mscale_all_dim": 1.0, "beta_fast": 4.0, "beta_slow": 0.25, "llama_4_scaling_beta": 0.3,
+}  # fmt: skip
+
+
+def mistral3(text: str = "ministral3", merge: int = 2, **changes: Any) -> nn.Module:
+    """Make a Mistral 3 before whose LLM, of the type `text`, squares of `merge` x `merge` patches become one."""
+    from transformers import AutoConfig, Mistral3Config, Mistral3ForConditionalGeneration, PixtralVisionConfig
+
+    rope = GROWING_ROPE if text == "ministral3" else {"rope_type": "default", "rope_theta": 1e4}
+    decoder = AutoConfig.for_model(
+        text, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=16, vocab_size=VOCAB, sliding_window=None, rope_parameters=rope, rms_norm_eps=1e-6, pad_token_id=None,
+    )  # fmt: skip
+    tower = PixtralVisionConfig(
+        hidden_size=32, intermediate_size=44, num_hidden_layers=3, num_attention_heads=4, image_size=8 * PATCH,
+        patch_size=PATCH, hidden_act="silu",
+    )  # fmt: skip
+    settings: dict[str, Any] = {"tie_word_embeddings": False} | changes
+    config = Mistral3Config(
+        text_config=decoder, vision_config=tower, spatial_merge_size=merge, image_token_index=IMAGE_TOKEN, **settings
+    )
+    return _random(Mistral3ForConditionalGeneration(config))
+
+
 OMNI_AUDIO_TOKEN = 1  # beside the tokens of images and videos above
 OMNI_BORDERS = {"vision": (4, 5), "audio": (6, 7)}  # tokens before and after the features of a medium
 

@@ -174,6 +174,7 @@ def test_every_family_is_compared_with_transformers() -> None:
         "glm4v_moe",
         "internvl",
         "llava",
+        "mistral3",
         "qwen2_audio",
         "qwen2_vl",
         "qwen2_5_vl",

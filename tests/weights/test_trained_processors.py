@@ -21,7 +21,7 @@ from tests.weights.pretrained import qwen2_5_vl, recipe_from, save
 
 SIZES = [(31, 40), (64, 64), (100, 30), (20, 90), (200, 170)]  # width, height
 NATIVE = ["qwen2_vl", "qwen2_5_vl", "qwen2_5_omni", "qwen3_vl"]
-IMAGED = [*NATIVE, "gemma3", "glm4v_moe", "internvl", "llava", "llava_next", "llava_onevision"]
+IMAGED = [*NATIVE, "gemma3", "glm4v_moe", "internvl", "llava", "llava_next", "llava_onevision", "mistral3"]
 LIMITS = ("data.image.min_pixels=1024", "data.image.max_pixels=2304", "data.image.resample=bilinear")
 OVERRIDES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(NATIVE, LIMITS),
@@ -31,6 +31,7 @@ OVERRIDES: dict[str, tuple[str, ...]] = {
     "llava": ("data.image.fit=pad",),
     "llava_next": ("data.image.pinpoints=[[32, 64], [64, 32]]",),
     "llava_onevision": ("data.image.pinpoints=[[32, 64], [64, 64]]",),
+    "mistral3": ("data.image.max_pixels=2304", "data.image.resample=bilinear"),
 }
 OF_PIXELS = ("data.image.mean=[0.2, 0.3, 0.4]", "data.image.std=[0.5, 0.6, 0.7]")
 OLDER_LIMITS = {"min_pixels": 1024, "max_pixels": 4096, "size": None}
@@ -68,8 +69,12 @@ def _recipe(folder: Path, *overrides: str) -> Recipe:
 
 def _num_cells(processor: Any, picture: Image.Image, recipe: Recipe) -> int:
     """Return how many features or tiles the processor makes of a picture."""
-    options = {"crop_to_patches": True} if recipe.data.image.scheme == "tiles" else {}
+    options: dict[str, Any] = {"crop_to_patches": True} if recipe.data.image.scheme == "tiles" else {}
+    if recipe.data.image.pixel_limits == "sides":  # as the processor of Pixtral passes it
+        options = {"patch_size": 16}
     made = processor(picture, return_tensors="np", **options)
+    if "image_sizes" in made and options:
+        return int(np.prod(np.asarray(made["image_sizes"][0]) // 16))
     if "image_grid_thw" in made:
         assert recipe.model.vision is not None
         return int(np.prod(made["image_grid_thw"])) // recipe.model.vision.merge**2

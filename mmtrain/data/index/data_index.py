@@ -12,7 +12,8 @@ from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
+from math import isqrt
 from pathlib import Path
 from typing import BinaryIO
 
@@ -48,7 +49,7 @@ from mmtrain.data.media.joined_tiles import FeatureMix, TileJoin, join_media
 from mmtrain.data.remote.locations import trust_hosts
 from mmtrain.data.text.cut_samples import features_of_cut
 from mmtrain.data.text.load_tokenizer import load_recipe_tokenizer
-from mmtrain.data.text.sample_tokenizer import ItemTenths, MediaFeatures, add_queries, split_videos
+from mmtrain.data.text.sample_tokenizer import ItemTenths, MediaFeatures, add_queries, split_images, split_videos
 from mmtrain.errors import DataError, TooManyBadSamples
 from mmtrain.recipe.settings.data_settings import DataPart, SourceSettings
 from mmtrain.recipe.settings.generator_settings import GeneratorSettings
@@ -85,10 +86,12 @@ class DataIndex:
     mixture: Mixture | None = None  # where sources have shares; `weights` are then 1
     folder: Path | None = None  # of this index alone, for arrays that are derived from it; None where it is not cached
 
-    def media_features(self, sample: int) -> MediaFeatures:
+    def media_features(self, sample: int, rows_apart: bool = False) -> MediaFeatures:
         """Return for each modality the LLM tokens of a sample's media, summed over its encoders, for a tokenizer.
 
         Of a sample that is cut these are all media, also those behind the cut, which have no items here.
+
+        rows_apart: as the tokenizer's `writes_rows_apart` says.
         """
         cut = self.samples[sample].cut
         if cut is not None:
@@ -108,7 +111,18 @@ class DataIndex:
                 self.samples[sample],
                 lambda modality, number: self._items_of(sample, readers[modality], number),
             )
+        if rows_apart:
+            media_features = split_images(media_features, self.samples[sample], partial(self._rows_of, sample))
         return add_queries(media_features, self.samples[sample], self.generator)
+
+    def _rows_of(self, sample: int, modality: str, number: int) -> int:
+        """Return how many rows of features one image of a sample has; its modality has one encoder."""
+        unit = next(unit for unit, of_unit in self.modalities.items() if of_unit == modality)
+        items = self.lengths.items[unit]
+        first, end = items.first[sample : sample + 2]
+        place = first + np.flatnonzero(self.item_parts[unit][first:end] == 0)[number]
+        cells_per_feature = int(items.rows[place]) * int(items.cols[place]) // int(items.features[place])
+        return int(items.rows[place]) // isqrt(cells_per_feature)
 
     def _items_of(self, sample: int, unit: str, number: int) -> tuple[int, ItemTenths]:
         """Return how many items one medium of a sample is for an encoder, and when they are shown if that is known."""

@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, islice
+from math import isqrt
 from typing import TypeVar
 
 from mmtrain.data.callbacks import NotifyCallback
@@ -27,6 +28,7 @@ from mmtrain.data.text.sample_tokenizer import (
     MediaFeatures,
     SampleTokenizer,
     add_queries,
+    split_images,
     split_videos,
 )
 from mmtrain.errors import DataError
@@ -140,6 +142,8 @@ def check_data_settings(recipe: Recipe, tokenizer: SampleTokenizer) -> None:
             "when each part of a video is shown, which is known of `ends`, `seconds` and `by_length`: leave it "
             "out, or set it to that of the model's processor"
         )
+    if tokenizer.writes_rows_apart:
+        _check_rows_apart(recipe)
     for unit, settings in recipe.model.all_encoders.items():
         ITEM_READERS[settings.modality](settings, recipe.data).check_settings()
         if settings.modality not in tokenizer.item_ids:
@@ -153,6 +157,26 @@ def check_data_settings(recipe: Recipe, tokenizer: SampleTokenizer) -> None:
             f"data.tokenizer: {recipe.data.tokenizer} has no place for images that the model draws (model.generator); "
             f"allowed: a `tokenizers` JSON file with the special tokens {' '.join(DRAW_TOKENS)}"
         )
+
+
+def _check_rows_apart(recipe: Recipe) -> None:
+    """Raise `DataError` unless all features of an image are a grid, between whose rows text can stand."""
+    what = f"but {recipe.data.tokenizer} (data.tokenizer) writes each row of an image's features apart"
+    encoders = {
+        unit: settings for unit, settings in recipe.model.all_encoders.items() if isinstance(settings, VisionSettings)
+    }
+    if len(encoders) > 1:
+        raise DataError(f"model: {' and '.join(encoders)} read images, {what}; allowed: one vision encoder")
+    if recipe.data.image.scheme not in ("native", "fixed"):
+        raise DataError(f"data.image.scheme is {recipe.data.image.scheme}, {what}; allowed: native, fixed")
+    if recipe.model.llm.rope_sections is not None:
+        raise DataError(f"model.llm.rope_sections is set, {what}; leave it out: an image has one place in the text")
+    for unit, settings in encoders.items():
+        if settings.features_per_item or settings.extra_features:
+            raise DataError(
+                f"model.{dotted_unit(unit)} makes features of an image that are no rows of its patches, {what}; "
+                "allowed: no resampler, class_feature or join_tiles"
+            )
 
 
 class _HeaderReader:
@@ -239,6 +263,7 @@ class _EncoderRule:
     modality: str
     kinds: tuple[MediaKind, ...]
     features: FeatureCounter
+    merge: int  # side of the squares of cells that become a feature
 
 
 class _SampleMeasurer:
@@ -260,6 +285,7 @@ class _SampleMeasurer:
                 settings.modality,
                 MODALITIES[settings.modality].media,
                 FeatureCounter.of(settings, recipe.data.image),
+                isqrt(settings.tokens_per_feature),
             )
             for unit, settings in recipe.model.all_encoders.items()
         ]
@@ -358,20 +384,24 @@ class _SampleMeasurer:
             if of_others is not None:
                 of_unit = [num_features + others for num_features, others in zip(of_unit, of_others, strict=True)]
             features[encoder.modality] = of_unit
-        return add_queries(self._split_videos(features, sample, items), sample, self._generator)
+        return add_queries(self._split_media(features, sample, items), sample, self._generator)
 
-    def _split_videos(
+    def _split_media(
         self, features: dict[str, list[int]], sample: Sample, items: Mapping[str, Sequence[MediumItems]]
     ) -> MediaFeatures:
-        if not sample.videos:
-            return features
-        readers = {encoder.modality: encoder.unit for encoder in self._encoders}
+        """Divide the LLM tokens of videos over their items, and those of images over their rows, as texts need it."""
+        readers = {encoder.modality: encoder for encoder in self._encoders}
 
         def items_of(modality: str, number: int) -> tuple[int, ItemTenths]:
-            medium = items[readers[modality]][number]
+            medium = items[readers[modality].unit][number]
             return len(medium.grids), medium.tenths
 
-        return split_videos(features, sample, items_of)
+        def rows_of(modality: str, number: int) -> int:
+            [(rows, _)] = items[readers[modality].unit][number].grids
+            return rows // readers[modality].merge
+
+        divided: MediaFeatures = split_videos(features, sample, items_of) if sample.videos else features
+        return split_images(divided, sample, rows_of) if self._tokenizer.writes_rows_apart else divided
 
 
 def count_image_features(width: int, height: int, settings: VisionSettings, image: ImageSettings) -> int:

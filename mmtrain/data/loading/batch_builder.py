@@ -161,7 +161,8 @@ class BatchBuilder:
         sample = self._index.samples[sample_id]
         self._monitor.on_read(None)
         try:
-            return encode_kept(self._tokenizer, sample, self._index.media_features(sample_id))
+            features = self._index.media_features(sample_id, self._tokenizer.writes_rows_apart)
+            return encode_kept(self._tokenizer, sample, features)
         except Exception as error:
             raise RunError(f"{sample} cannot be encoded: {type(error).__name__}: {error}") from error
 

@@ -81,6 +81,8 @@ def frame_grid(width: int, height: int, settings: ImageSettings, patches: Patche
     """
     if settings.scheme == "native" and settings.pixel_limits == "frames":
         return video_grid(width, height, patches.frames, settings, patches)
+    if settings.scheme == "native" and settings.pixel_limits == "sides":
+        return grid_in_square(width, height, math.isqrt(settings.max_pixels), patches)
     if settings.scheme == "native":
         side, merge, max_side, _ = patches
         return native_grid(width, height, settings.min_pixels, settings.max_pixels, side, merge, max_side)
@@ -105,6 +107,18 @@ def native_grid(
         scale = math.sqrt(min_pixels / (height * width))
         rows, cols = math.ceil(height * scale / unit), math.ceil(width * scale / unit)
     return _within_sides(rows, cols, merge, max_side)
+
+
+def grid_in_square(width: int, height: int, longest: int, patches: Patches) -> Grid:
+    """Return the grid of an image whose sides are at most `longest` pixels, and then rounded up to merged patches.
+
+    This is `get_resize_output_image_size` of `PixtralImageProcessor` in `transformers`, step by step.
+    """
+    ratio = max(height / longest, width / longest)
+    if ratio > 1:
+        width, height = math.floor(width / ratio), math.floor(height / ratio)
+    unit = patches.merged_side
+    return _within_sides(-(-height // unit), -(-width // unit), patches.merge, patches.max_side)
 
 
 def video_grid(width: int, height: int, num_frames: int, settings: ImageSettings, patches: Patches) -> Grid:

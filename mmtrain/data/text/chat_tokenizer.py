@@ -92,6 +92,7 @@ class ChatTokenizer:
     warnings: tuple[str, ...] = ()
     greedy = GreedySettings()
     writes_items_apart = False
+    writes_rows_apart = False
     writes_times = False
 
     def __init__(self, tokenizer: Tokenizer, name: str) -> None:

@@ -1,7 +1,7 @@
-"""Encode the items of a video that a family writes one after another, each with a text of its own."""
+"""Encode the items of a video, or the rows of an image, that a family writes with a text of its own between them."""
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -10,10 +10,11 @@ from mmtrain.balance.batch_meta import IntArray
 from mmtrain.data.text.chat_template import TIME, Span
 from mmtrain.data.text.sample_tokenizer import MediaFeatures, MediumFeatures, TimedItems
 from mmtrain.families.family import SECONDS, MediaMarkup
+from mmtrain.recipe.settings.modalities import MediaKind
 
 
 class ItemsApart:
-    """The ids of the items after the first one, which stands in the rendering of a conversation."""
+    """The ids of the items or rows after the first one, which stands in the rendering of a conversation."""
 
     def __init__(self, markup: MediaMarkup, tokenizer: Tokenizer) -> None:
         """Encode as `markup` says.
@@ -25,9 +26,14 @@ class ItemsApart:
         self._items: dict[tuple[str, str], IntArray] = {}  # with one feature, by the suffix before and the text
 
     @classmethod
-    def of(cls, markup: MediaMarkup | None, tokenizer: Tokenizer) -> "ItemsApart | None":
-        """Return None for a family that writes all items of a video as one."""
-        return None if markup is None or markup.later_prefix is None else cls(markup, tokenizer)
+    def of(cls, markups: Mapping[MediaKind, MediaMarkup], tokenizer: Tokenizer) -> "ItemsApart | None":
+        """Return None for a family that writes all items of a video as one, and all rows of an image.
+
+        No family writes both apart.
+        """
+        apart = [markup for markup in markups.values() if (markup.later_prefix, markup.row_break) != (None, None)]
+        assert len(apart) <= 1, "items and rows would be told apart by their kinds"
+        return cls(apart[0], tokenizer) if apart else None
 
     def later_ids(self, medium: MediumFeatures) -> list[IntArray]:
         """Return the ids of each later item of a medium."""
@@ -41,8 +47,8 @@ class ItemsApart:
         return sum(len(item) - 1 for item in self._later_items(medium))
 
     def num_suffix_tokens(self, medium: MediumFeatures) -> int:
-        """Return how many ids the first item of a medium has behind its feature."""
-        return len(self._encode(self._suffix(medium, 0)))
+        """Return how many ids the first item of a medium has behind its feature; rows have a suffix together."""
+        return 0 if self._markup.row_break is not None else len(self._encode(self._suffix(medium, 0)))
 
     def write_first_times(
         self, text: str, spans: Sequence[Span], features: MediaFeatures
@@ -68,7 +74,8 @@ class ItemsApart:
         items = []
         for place in range(1, len(_counts(medium))):
             text = self._markup.later_item(place + 1, self._seconds(medium, place))
-            items.append(self._item(self._suffix(medium, place - 1), text))
+            before = "" if self._markup.row_break is not None else self._suffix(medium, place - 1)
+            items.append(self._item(before, text))
         return items
 
     def _item(self, before: str, text: str) -> IntArray:

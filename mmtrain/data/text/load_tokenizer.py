@@ -146,6 +146,7 @@ class ToolUseTokenizer:
         self.item_ids, self.query_id = plain.item_ids, plain.query_id
         self.greedy, self.vocab_size = plain.greedy, plain.vocab_size
         self.writes_items_apart, self.writes_times = plain.writes_items_apart, plain.writes_times
+        self.writes_rows_apart = plain.writes_rows_apart
         self.end_ids = frozenset().union(*(tokenizer.end_ids for tokenizer in both))
         self.warnings = tuple(dict.fromkeys(warning for tokenizer in both for warning in tokenizer.warnings))
 

@@ -22,7 +22,8 @@ class TimedItems:
     tenths: tuple[int, ...]  # of a second from the start of the video, of each
 
 
-# LLM tokens of a medium, of all encoders together; of a video those of each item, since families write text in between.
+# LLM tokens of a medium, of all encoders together; of a video those of each item, since families write text in between,
+# and of an image those of each row where a family does so there.
 MediumFeatures = int | tuple[int, ...] | TimedItems
 # By modality, of each medium in the order of the media's marks. Under `GENERATOR`: the queries of each image to draw.
 MediaFeatures = Mapping[str, Sequence[MediumFeatures]]
@@ -56,6 +57,7 @@ class SampleTokenizer(Protocol):
     vocab_size: int  # one more than the largest id
     warnings: tuple[str, ...]  # what the user should know before training with it
     writes_items_apart: bool  # whether text stands between the items of a video
+    writes_rows_apart: bool  # whether text stands between the rows of an image, whose features are then stated by row
     writes_times: bool  # whether this text says when they are shown, so that it needs `TimedItems`
 
     def encode(self, sample: Sample, features: MediaFeatures) -> EncodedSample:
@@ -136,6 +138,27 @@ def split_videos(
                 of_each = count // num_items
                 of_items = (of_each,) * (num_items - 1) + (count - of_each * (num_items - 1),)
                 divided[modality][number] = of_items if tenths is None else TimedItems(of_items, tuple(tenths))
+    return divided
+
+
+def split_images(
+    features: MediaFeatures, sample: Sample, rows_of: Callable[[str, int], int]
+) -> dict[str, Sequence[MediumFeatures]]:
+    """Divide the LLM tokens of a sample's images over their rows, which are equal.
+
+    rows_of: returns how many rows of features a medium has, by its modality and its number among the media of that.
+    """
+    divided: dict[str, Sequence[MediumFeatures]] = dict(features)
+    for modality, counts in features.items():
+        kinds = [kind for kind, _ in sample.media_of(MODALITIES[modality].media)]
+        if "image" not in kinds:
+            continue
+        of_media = list(counts)
+        for number, (kind, count) in enumerate(zip(kinds, counts, strict=False)):
+            if kind == "image":
+                num_rows = rows_of(modality, number)
+                of_media[number] = (total_features(count) // num_rows,) * num_rows
+        divided[modality] = of_media
     return divided
 
 

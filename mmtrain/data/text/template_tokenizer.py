@@ -136,8 +136,9 @@ class TemplateTokenizer:
             for markup in markups.values()
             if markup.placeholder != markup.expansion
         }
-        self._items_apart = ItemsApart.of(markups.get("video"), self._tokenizer)
-        self.writes_items_apart = self._items_apart is not None
+        self._items_apart = ItemsApart.of(markups, self._tokenizer)
+        self.writes_items_apart = any(markup.later_prefix is not None for markup in markups.values())
+        self.writes_rows_apart = any(markup.row_break is not None for markup in markups.values())
         self.writes_times = any(markup.writes_times for markup in markups.values())
         self._kind_of_text = {markup.feature_token: kind for kind, markup in markups.items()}
         self._kind_of_token = {self._token_id(token): kind for token, kind in self._kind_of_text.items()}

@@ -45,6 +45,7 @@ _CLASS_OF_MODEL = {
     "llava": _AS_FILED,
     "llava_next": _AS_FILED,
     "mistral": _AS_FILED,
+    "mistral3": _AS_FILED,
     **dict.fromkeys(
         ("qwen2", "qwen2_5_omni", "qwen2_5_vl", "qwen2_audio", "qwen2_vl", "qwen3", "qwen3_vl"), "Qwen2Tokenizer"
     ),

@@ -44,6 +44,7 @@ class PackedSequences:
     window: int = 0  # tokens that a token of a causal block attends to, itself and earlier ones; 0: all
     num_padding_rows: int = 0  # at the end
     token_weight: float = 0.0  # of a token in means over the global batch
+    query_factors: Tensor | None = None  # (T, 1, 1), by which rotated queries are multiplied; None: by nothing
     qkv_format: ClassVar[str] = "thd"  # Megatron-core's name for packed tokens; it reads this attribute
 
     @property
@@ -65,8 +66,11 @@ class PackedSequences:
         if rope is not None:
             cos, sin = rope
             rope = F.pad(cos, (0, 0, 0, 0, 0, num_rows)), F.pad(sin, (0, 0, 0, 0, 0, num_rows))
+        factors = self.query_factors
+        if factors is not None:
+            factors = F.pad(factors, (0, 0, 0, 0, 0, num_rows))
         layout, num_padding_rows = self.layout.padded(num_rows), self.num_padding_rows + num_rows
-        return replace(self, layout=layout, rope=rope, num_padding_rows=num_padding_rows)
+        return replace(self, layout=layout, rope=rope, num_padding_rows=num_padding_rows, query_factors=factors)
 
     def samples(self, device: torch.device) -> TokenSamples:
         """Return which sample each token belongs to, on a device."""

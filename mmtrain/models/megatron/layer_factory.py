@@ -112,6 +112,8 @@ class PackedAttention(nn.Module):
         packing = packed_seq_params
         if packing.rope is not None:
             q, k = rotate_heads(q, k, packing.rope, fused=self.fused_kernels)
+        if packing.query_factors is not None:
+            q = q * packing.query_factors
         options = replace(self.options, window=packing.window)
         if packing.context is not None:
             return packing.context.attend(q, k, v, options)

@@ -44,6 +44,7 @@ def vision_layers(settings: VisionSettings, llm_hidden: int) -> tuple[LayerShape
     attention = replace(
         encoder_attention(settings),
         rotary=settings.positions == "rotary",
+        rotary_alternates=settings.rotary_frequencies == "alternating",
         qkv_bias=settings.qkv_bias,
         joint_qk_norm=settings.qk_norm,
     )
@@ -161,7 +162,9 @@ def projector_layer(settings: EncoderSettings, llm_hidden: int) -> LayerShape:
         hidden=settings.hidden,
         out=llm_hidden,
         mlp=None if settings.projector.kind == "linear" else mlp,
-        projector=ProjectorShape(settings.tokens_per_feature, settings.pools, settings.sends_newline),
+        projector=ProjectorShape(
+            settings.tokens_per_feature, settings.pools, settings.merges_by_linear, settings.sends_newline
+        ),
         extra_tokens=settings.extra_tokens - settings.kept_extra_tokens,
         norm_widths=norm_widths,
         linear_bias=settings.projector.bias,

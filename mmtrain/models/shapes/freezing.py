@@ -15,6 +15,7 @@ from mmtrain.models.shapes.encoder_shapes import ENCODER_SHAPES
 from mmtrain.models.shapes.generator_shapes import generator_parameters
 from mmtrain.models.shapes.layer_shape import (
     EXPERT_LINEARS,
+    MERGE_LINEAR,
     PROJECTOR_KINDS,
     ROUTER,
     SELECTION_BIAS,
@@ -119,6 +120,8 @@ def parameter_names(layer: LayerShape, settings: AnyUnitSettings) -> Iterator[st
                 yield from linear_parameters(linear, layer.linear_bias)
             for projector in deepstack_projectors(layer):
                 yield from norm_parameters(f"{projector}.norm", layer)
+            if layer.projector.merge_linear:
+                yield f"{MERGE_LINEAR}.weight"
             if layer.projector.newline:
                 yield "newline"
             if layer.kind == "merger":

@@ -42,6 +42,7 @@ EXPERT_LINEARS = ("linear_fc1", "linear_fc2")  # of each expert
 SHARED_EXPERT, SHARED_GATE = "mlp.shared", "mlp.shared_gate"
 # Last layers of encoders. A resampler attends instead of merging tokens; a merger has a convolution and a gated MLP.
 PROJECTOR_KINDS = ("projector", "resampler", "merger")
+MERGE_LINEAR = "merge"  # of a projector with one
 MERGER_LINEARS = ("proj", "linear_1", "linear_2")  # behind its convolution, in the order of their GEMMs
 # Tokens for which the MLP of a recomputed block exists at once. Each chunk reads and writes the sums of gradients of
 # its weights once more, in fp32: on an H100, as modelled, 3% of its GEMMs, whatever their widths.
@@ -108,6 +109,7 @@ class Attention:
     head_dim: int = 0
     causal: bool = False
     rotary: bool = False  # encoder: queries and keys are rotated by row and column; causal attention always rotates
+    rotary_alternates: bool = False  # encoder: rows and columns take turns among the frequencies of a head
     window_side: int = 0  # encoder: side in patches of the squares inside which tokens attend; 0: the whole item
     chunk: int = 0  # encoder: neighboring tokens inside which tokens attend; 0: the whole item
     window: int = 0  # causal: tokens that a token attends to, itself and earlier ones; 0: all of its sequence
@@ -309,6 +311,7 @@ class ProjectorShape:
 
     joins: int = 1  # tokens merged into one feature, a square of patches or neighbors in time
     pools: bool = False  # merged by their average instead of side by side
+    merge_linear: bool = False  # merged tokens are mapped to the width of one by a linear without bias
     newline: bool = False  # a learned vector follows the features of each item
     features_per_item: int = 0  # resampler: its learned queries
     layer_post_norm: bool = False  # with `rms_norm`: its encoder's last norm is a LayerNorm nevertheless

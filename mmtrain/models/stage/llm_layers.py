@@ -53,8 +53,14 @@ class TextContext:
             axes = tuple(rotary_axes(sections, self.settings.rope_interleaved))
             axes += (0,) * (self.head_dim // 2 - len(axes))  # of pairs that do not turn
             rope = rotate_by_axes(position_ids, axes, rotation, self.dtype)
-        weight = self.inputs.token_weight
-        return PackedSequences(self._layout, rope, self.inputs.kv_cache, self.context_attention, token_weight=weight)
+        return PackedSequences(
+            self._layout,
+            rope,
+            self.inputs.kv_cache,
+            self.context_attention,
+            token_weight=self.inputs.token_weight,
+            query_factors=self._query_factors(),
+        )
 
     @cached_property
     def context_attention(self) -> SharedAttention | None:
@@ -107,6 +113,17 @@ class TextContext:
         stops = (start + length for start, length in zip(self._starts, self.inputs.lengths, strict=True))
         tables = brought_or_computed(self.inputs.tables, self.index_tables, self.device)
         return look_up_rotations(tables["rotary_positions"], max(stops, default=0), rotation, self.dtype)
+
+    def _query_factors(self) -> Tensor | None:
+        """Return the factors on queries, (T, 1, 1), which grow with positions; None if they do not."""
+        growth, scaling = self.settings.query_growth, self.settings.rope_scaling
+        if growth is None:
+            return None
+        assert scaling is not None, "checked by the settings"
+        assert scaling.original_positions is not None, "checked by the settings"
+        tables = brought_or_computed(self.inputs.tables, self.index_tables, self.device)
+        num_contexts = torch.floor(tables["rotary_positions"] / scaling.original_positions)
+        return (1 + growth * torch.log(1 + num_contexts)).to(self.dtype)[:, None, None]
 
     def block_packing(self, layer: LayerShape) -> PackedSequences:
         """Each sequence is one, in every block; some blocks attend inside a sliding window."""

@@ -88,8 +88,8 @@ class DeepStackProjector(nn.Module):
 class Projector(nn.Module):
     """Last norm, extra tokens dropped, neighboring tokens merged, and an MLP or one linear to the LLM's width.
 
-    Tokens may be merged by their average, before the last norm or behind it. With DeepStack, outputs of earlier blocks
-    are merged too, and each goes through a projector of its own.
+    Tokens may be merged by their average, before the last norm or behind it; or by a linear to the width of one. With
+    DeepStack, outputs of earlier blocks are merged too, and each goes through a projector of its own.
 
     A learned newline may follow the features of each item: behind an item of any size, on any rank, it reaches the LLM
     on the way of the features, and its gradient comes back with theirs.
@@ -104,8 +104,17 @@ class Projector(nn.Module):
         self.pools = shape.projector.pools
         self.pools_before_norm = settings.pools_before_norm
         self.activation = settings.projector.activation
-        merged_width = shape.hidden if shape.projector.pools else shape.hidden * shape.projector.joins
-        self.post_norm = factory.norm(shape.hidden) if settings.has_post_norm else None
+        self.post_norm: nn.Module | None = None
+        if settings.has_post_norm:
+            eps = settings.projector.norm_eps if settings.merges_by_linear else None
+            is_own = settings.merges_by_linear  # a norm of the projector, before it merges
+            norm = factory.projector_norm(shape, shape.hidden, eps) if is_own else factory.norm(shape.hidden)
+            self.post_norm = norm
+        joined_width = shape.hidden if shape.projector.pools else shape.hidden * shape.projector.joins
+        merged_width = shape.hidden if shape.projector.merge_linear else joined_width
+        self.merge: nn.Module | None = None
+        if shape.projector.merge_linear:
+            self.merge = factory.row_linear(joined_width, shape.hidden, bias=False, splits_inputs=True)
         self.norm: nn.Module | None = None
         if settings.projector.norm:
             self.norm = factory.projector_norm(shape, merged_width, settings.projector.norm_eps)
@@ -185,7 +194,18 @@ class Projector(nn.Module):
         order = self._tables(context).get("token_order")
         if order is not None:
             hidden = hidden.index_select(0, order)
+        if self.merge is not None:
+            merged: Tensor = self.merge(self._joined_by_channel(hidden))[0]
+            return merged
         if not self.pools:
             return hidden.reshape(-1, hidden.shape[1] * self.tokens_per_feature)
         num_features = len(hidden) // self.tokens_per_feature
         return hidden.view(num_features, self.tokens_per_feature, hidden.shape[1]).mean(dim=1)
+
+    def _joined_by_channel(self, hidden: Tensor) -> Tensor:
+        """Join the tokens of each feature (T, hidden), channel by channel: (F, hidden * tokens of a feature).
+
+        So torch's `unfold` orders them, and with it the columns of published weights.
+        """
+        of_features = hidden.view(-1, self.tokens_per_feature, hidden.shape[1])
+        return of_features.transpose(1, 2).flatten(1)

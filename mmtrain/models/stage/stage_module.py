@@ -354,7 +354,8 @@ def _vision_context(inputs: EncoderInput, unit: UnitShape, dtype: torch.dtype, d
     embedding, block = unit.layers[:2]
     rotary_width = block.attention.head_dim if block.attention.rotary else 0
     window_side = max(layer.attention.window_side for layer in unit.layers if layer.mixer is not None)
-    return VisionContext(inputs, embedding.extra_tokens, device, rotary_width, window_side, dtype)
+    alternates = block.attention.rotary_alternates
+    return VisionContext(inputs, embedding.extra_tokens, device, rotary_width, window_side, alternates, dtype)
 
 
 def _audio_context(inputs: EncoderInput, unit: UnitShape, dtype: torch.dtype, device: torch.device) -> AudioContext:

@@ -21,7 +21,7 @@ from mmtrain.errors import DataError
 from mmtrain.models.attention import SequenceLayout
 from mmtrain.models.attention.index_tables import HostTables, brought_or_computed
 from mmtrain.models.attention.packed_sequences import PackedSequences
-from mmtrain.models.kernels.rotary_positions import RotaryTables, Rotation, look_up_rotations
+from mmtrain.models.kernels.rotary_positions import RotaryTables, Rotation, look_up_rotations, rotate_by_axes
 from mmtrain.models.shapes.layer_shape import LayerShape
 from mmtrain.models.stage.host_offload import OffloadedBlocks
 from mmtrain.models.stage.stage_inputs import EncoderInput
@@ -45,6 +45,7 @@ class VisionContext:
     device: torch.device
     rotary_width: int = 0  # of a head, if queries and keys are rotated by row and column; else 0
     window_side: int = 0  # in patches, if some blocks attend inside windows; else 0
+    alternates_frequencies: bool = False  # rows and columns take turns among those of a head
     dtype: torch.dtype = torch.float32  # of the rotation
     offloaded: OffloadedBlocks = field(default_factory=OffloadedBlocks, compare=False)
 
@@ -94,13 +95,23 @@ class VisionContext:
         """Rotations of the packed patches: the first half of the angles by the row, the second by the column."""
         if not self.rotary_width:
             return None
+        positions = self.tables(self.index_tables)["rotary_positions"]
+        if self.alternates_frequencies:
+            return self._alternating_rotation(positions)
         rotation = Rotation(self.rotary_width // 2, _ROTARY_BASE)
         num_positions = max((*self.inputs.rows, *self.inputs.cols), default=0)
-        by_row, by_col = (
-            look_up_rotations(positions, num_positions, rotation, self.dtype)
-            for positions in self.tables(self.index_tables)["rotary_positions"]
-        )
+        by_row, by_col = (look_up_rotations(of_axis, num_positions, rotation, self.dtype) for of_axis in positions)
         cos, sin = (torch.cat(halves, dim=-1) for halves in zip(by_row, by_col, strict=True))
+        return cos, sin
+
+    def _alternating_rotation(self, positions: Tensor) -> RotaryTables:
+        """Return rotations by the frequencies of a whole head in turns: the 1st by the row, the 2nd by the column.
+
+        Pairs that turn by the row come first all the same.
+        """
+        axes = (0, 1) * (self.rotary_width // 4)
+        in_turns = rotate_by_axes(positions, axes, Rotation(self.rotary_width, _ROTARY_BASE), self.dtype)
+        cos, sin = (torch.cat((table[..., 0::2], table[..., 1::2]), dim=-1) for table in in_turns)
         return cos, sin
 
     def tables(self, compute: Callable[[], HostTables]) -> Mapping[str, Tensor]:

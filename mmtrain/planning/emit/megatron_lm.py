@@ -58,6 +58,8 @@ def _llm_problems(settings: LlmSettings) -> Iterator[str]:
         yield f"rotary positions are scaled by `{scaling.kind}`; it has the scaling of Llama 3.1, of 8192 positions"
     if settings.query_scale not in (None, settings.head_dim or settings.hidden // settings.heads):
         yield "scores of attention have a scale of their own (query_scale)"
+    if settings.query_growth is not None:
+        yield "queries grow with their positions (query_growth)"
     yield from _moe_problems(settings.moe)
 
 

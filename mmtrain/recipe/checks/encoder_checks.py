@@ -6,6 +6,7 @@ from typing import cast
 
 from mmtrain.recipe.raw_tree import Problem
 from mmtrain.recipe.settings.audio_settings import LOG_MEL_FRAMES_PER_SECOND, AudioSettings
+from mmtrain.recipe.settings.data_settings import ImageSettings
 from mmtrain.recipe.settings.modalities import dotted_unit, unit_path
 from mmtrain.recipe.settings.schema import Recipe
 from mmtrain.recipe.settings.vision_settings import VisionSettings
@@ -59,7 +60,7 @@ def check_image_tokens(recipe: Recipe) -> Iterator[Problem]:
         merged_patch = vision.patch * vision.merge
         largest = {
             "fixed": ("size", vision.item_features((image.size // merged_patch) ** 2)),
-            "native": ("max_pixels", vision.item_features(image.max_pixels // merged_patch**2)),
+            "native": ("max_pixels", vision.item_features(_largest_native_area(image, merged_patch))),
             "tiles": ("max_tiles", num_tiles * vision.item_features((image.tile // merged_patch) ** 2)),
             "pinpoints": ("pinpoints", _largest_canvas_features(recipe, vision)),
         }
@@ -70,6 +71,13 @@ def check_image_tokens(recipe: Recipe) -> Iterator[Problem]:
         limit = "data.seq_len" if max_tokens == recipe.data.seq_len else "data.max_sample_tokens"
         text = f"one image becomes up to {tokens} LLM tokens{of_all}, {limit} is {max_tokens}; allowed: fewer than that"
         yield Problem(("data", "image", name), text)
+
+
+def _largest_native_area(image: ImageSettings, merged_patch: int) -> int:
+    """Return the merged patches of the largest image, whose sides may be rounded up to whole ones."""
+    if image.pixel_limits == "sides":
+        return (-(-isqrt(image.max_pixels) // merged_patch)) ** 2
+    return image.max_pixels // merged_patch**2
 
 
 def _largest_canvas_features(recipe: Recipe, vision: VisionSettings) -> int:

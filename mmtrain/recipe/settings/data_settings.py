@@ -1,5 +1,6 @@
 """Settings of a recipe's `data`: what to train on, and how samples become tokens and microbatches."""
 
+from math import isqrt
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -242,13 +243,15 @@ class ImageSettings(Section):
         affects={"plan", "lengths", "steps", "resume"},
         description="Largest area of an image in pixels, for `native`.",
     )
-    pixel_limits: Literal["image", "frames"] = setting(
+    pixel_limits: Literal["image", "frames", "sides"] = setting(
         "image",
         affects={"plan", "lengths", "steps", "resume"},
         added_later=True,
         description="What `min_pixels` and `max_pixels` limit, for `native`: `image`, the area of an image, or "
         "`frames`, the area times `model.vision.temporal_patch`, as of the frames that a patch joins. With `frames` an "
-        "image smaller than a merged patch is first enlarged without a change of its aspect ratio (GLM-4.5V).",
+        "image smaller than a merged patch is first enlarged without a change of its aspect ratio (GLM-4.5V). `sides`: "
+        "an image must fit into a square of `max_pixels`, is never enlarged, and its sides are rounded up to merged "
+        "patches; `min_pixels` has no effect (Pixtral).",
     )
     max_source_pixels: PositiveInt = setting(
         100_000_000,
@@ -279,6 +282,11 @@ class ImageSettings(Section):
             problems.append("pinpoints is empty, but images of scheme `pinpoints` need canvases")
         if self.scheme != "pinpoints" and not self.tile_several:
             problems.append("tile_several is false; allowed with scheme pinpoints")
+        if self.pixel_limits == "sides" and isqrt(self.max_pixels) ** 2 != self.max_pixels:
+            problems.append(
+                f"max_pixels is {self.max_pixels}; allowed with pixel_limits `sides`: squares, like "
+                f"{isqrt(self.max_pixels) ** 2}"
+            )
         uneven = [canvas for canvas in self.pinpoints if canvas[0] % self.tile or canvas[1] % self.tile]
         if self.scheme == "pinpoints" and uneven:
             problems.append(f"pinpoints holds {list(uneven[0])}; allowed: multiples of tile {self.tile}")

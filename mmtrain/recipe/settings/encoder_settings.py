@@ -57,7 +57,8 @@ class ProjectorSettings(Section):
         None,
         gt=0,
         affects={"resume"},
-        description="Epsilon of that norm, and of the layer norm of a `merger`. Default: the encoder's.",
+        description="Epsilon of that norm, and of the layer norm of a `merger`. With downsample `linear`, that of the "
+        "norm before it (`post_norm`). Default: the encoder's.",
     )
     ffn: PositiveInt | None = setting(
         None,
@@ -135,6 +136,11 @@ class EncoderSettings(UnitSettings):
     @property
     def pools_before_norm(self) -> bool:
         """Return whether it does so before the last norm instead of behind it."""
+        return False
+
+    @property
+    def merges_by_linear(self) -> bool:
+        """Return whether the projector maps joined tokens to the width of one by a linear first."""
         return False
 
     @property

@@ -326,6 +326,15 @@ class LlmSettings(UnitSettings):
         description="Scores of attention are divided by the square root of this (`query_pre_attn_scalar` of Gemma). "
         "Default: `head_dim`.",
     )
+    query_growth: float | None = setting(
+        None,
+        gt=0,
+        affects={"resume"},
+        added_later=True,
+        description="Multiply the queries of a token at position p by 1 + `query_growth` ln(1 + floor(p / "
+        "`rope_scaling.original_positions`)), so that attention stays sharp in contexts longer than those of "
+        "pretraining (Llama 4, Ministral 3). Default: not.",
+    )
     post_norms: bool = setting(
         False,
         affects={"plan", "resume"},
@@ -366,6 +375,7 @@ class LlmSettings(UnitSettings):
             problems.append("window_rope_base cannot be combined with rope_sections; remove one of them")
         if self.rope_width is not None:
             problems += self._rope_width_problems(self.rope_width)
+        problems += self._query_growth_problems()
         if self.rope_interleaved and self.rope_sections is None:
             problems.append("rope_interleaved is set, but there are no rope_sections to interleave; remove it")
         if max(self.full_attention_blocks, default=0) >= self.layers:
@@ -376,6 +386,15 @@ class LlmSettings(UnitSettings):
         if self.moe is not None:
             problems += self._moe_problems(self.moe)
         return self._without(problems)
+
+    def _query_growth_problems(self) -> Iterator[str]:
+        if self.query_growth is None:
+            return
+        if self.rope_scaling is None or self.rope_scaling.original_positions is None:
+            yield "query_growth: without `rope_scaling.original_positions` queries have no length to grow by; set it"
+        for name in ("rope_sections", "window_rope_base"):
+            if getattr(self, name) is not None:
+                yield f"query_growth cannot be combined with {name}; remove one of them"
 
     def _rope_width_problems(self, width: int) -> Iterator[str]:
         head_dim = self.head_dim or self.hidden // self.heads

@@ -81,6 +81,14 @@ class VisionSettings(EncoderSettings):
         "`max_side` x `max_side` grid (CLIP, InternViT). `rotary`: one half of every query and key is rotated by the "
         "row, the other by the column (Qwen2-VL).",
     )
+    rotary_frequencies: Literal["alike", "alternating"] = setting(
+        "alike",
+        affects={"plan", "steps", "resume"},
+        added_later=True,
+        description="With positions `rotary`: how fast rows and columns rotate. `alike`: by the same frequencies, "
+        "those of half a head (Qwen2-VL). `alternating`: by the frequencies of a whole head in turns (Pixtral, arXiv "
+        "2410.07073).",
+    )
     position_grid: int = setting(
         0,
         ge=0,
@@ -144,12 +152,13 @@ class VisionSettings(EncoderSettings):
     post_norm: bool = setting(
         True, affects={"plan", "steps", "resume"}, description="Apply a layer norm to the output of the last block."
     )
-    downsample: Literal["identity", "pixel_shuffle", "average_pool"] = setting(
+    downsample: Literal["identity", "pixel_shuffle", "average_pool", "linear"] = setting(
         "identity",
         affects={"plan", "steps", "resume"},
         description="How patches become LLM tokens. `identity`: one token for each patch. `pixel_shuffle`: one token "
         "for each square of `merge` x `merge` patches, joined side by side. `average_pool`: one for each such square, "
-        "the average of its patches behind the last norm (Gemma 3).",
+        "the average of its patches behind the last norm (Gemma 3). `linear`: joined, and mapped to the width of one "
+        "patch by a linear without bias, which trains with the projector (Mistral 3).",
     )
     merge: PositiveInt = setting(
         1,
@@ -191,6 +200,11 @@ class VisionSettings(EncoderSettings):
     def pools(self) -> bool:
         """Return whether a token is the average of its patches."""
         return self.downsample == "average_pool"
+
+    @property
+    def merges_by_linear(self) -> bool:
+        """Return whether a linear maps the joined patches of a token to the width of one."""
+        return self.downsample == "linear"
 
     @property
     def extra_tokens(self) -> int:
@@ -238,6 +252,9 @@ class VisionSettings(EncoderSettings):
             problems.append(f"position_grid is set beside positions `{self.positions}`; allowed with `rotary`")
         if self.position_interpolation != "bilinear" and not self.position_grid:
             problems.append("position_interpolation is set; allowed with position_grid")
+        if self.rotary_frequencies != "alike" and self.positions != "rotary":
+            problems.append(f"rotary_frequencies is set beside positions `{self.positions}`; allowed with `rotary`")
+        problems += self._merge_linear_problems()
         problems += self._window_problems()
         problems += self._deepstack_problems()
         problems += self._resampler_problems()
@@ -251,6 +268,22 @@ class VisionSettings(EncoderSettings):
             if getattr(self, name) and not self.join_tiles:
                 problems.append(f"{name} is set; allowed with join_tiles")
         return self._without(problems)
+
+    def _merge_linear_problems(self) -> list[str]:
+        if not self.merges_by_linear:
+            return []
+        problems = []
+        if self.deepstack:
+            problems.append("deepstack is set, but downsample is `linear`; allowed: identity, pixel_shuffle")
+        if self.projector.kind not in ("mlp", "linear"):
+            problems.append(
+                f"projector.kind is `{self.projector.kind}`, but downsample is `linear`; allowed beside it: mlp, linear"
+            )
+        if self.projector.norm:
+            problems.append(
+                "projector.norm is set, but downsample is `linear`, which reads patches behind post_norm; leave it out"
+            )
+        return problems
 
     def _window_problems(self) -> list[str]:
         outside = [block for block in self.full_attention_blocks if not 0 <= block < self.layers]

@@ -163,7 +163,8 @@ class Drawer:
 
     def _encode(self, number: int, blank: bool) -> EncodedSample:
         sample = self.index.samples[number]
-        return self._tokenizer.encode(without_user_text(sample) if blank else sample, self.index.media_features(number))
+        features = self.index.media_features(number, self._tokenizer.writes_rows_apart)
+        return self._tokenizer.encode(without_user_text(sample) if blank else sample, features)
 
     def _lengths(self, encoded: Mapping[int, EncodedSample]) -> SampleLengths:
         """Return the lengths of the samples as they are encoded here; samples that are not have length 0."""

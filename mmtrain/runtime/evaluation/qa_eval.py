@@ -193,7 +193,7 @@ class QuestionAnswerer:
         """
         right = {}
         for question in questions:
-            features = self._index.media_features(question.number)
+            features = self._index.media_features(question.number, self._tokenizer.writes_rows_apart)
             ids = last_answer_ids(self._tokenizer, question.sample, features).tolist()
             end = next((place for place, token in enumerate(ids) if token in self._tokenizer.end_ids), len(ids))
             right[question] = self._tokenizer.final_answer(ids[:end])
@@ -336,7 +336,7 @@ def batch_by_length(sizes: Sequence[int], num_batches: int, max_tokens: int) -> 
 def _prompt_ids(index: DataIndex, tokenizer: SampleTokenizer, number: int) -> IntArray:
     sample = index.samples[number]
     try:
-        return tokenizer.prompt_ids(sample, index.media_features(number))
+        return tokenizer.prompt_ids(sample, index.media_features(number, tokenizer.writes_rows_apart))
     except BadConversationError as bad:  # its whole conversation was encoded, but not this part of it
         raise DataError(f"{sample} has no prompt for its last answer: {bad}") from None
 
