@@ -173,6 +173,10 @@ class PerturbedTable:
         """Return the seconds of copies, of whose constants the time to start a kernel may be changed."""
         return self._scaled(lambda costs: costs.shard_copies(nbytes, kernels))
 
+    def product(self, rows: int, columns: int, inner: int) -> float:
+        """Return the seconds of a product of matrices, which Muon needs."""
+        return self._scaled(lambda costs: costs.product(rows, columns, inner))
+
     def optimizer(self, parameters: int) -> float:
         """Return the seconds of an optimizer step, which moves memory and depends on no constant that is changed."""
         return self.measured.optimizer(parameters)

@@ -189,7 +189,9 @@ class _Converter:
 
     def _rule_optimizer(self, key: str, value: Any, other: OtherKey) -> None:
         name = str(value).lower()
-        if "8bit" in name or not name.startswith(_OWN_OPTIMIZERS):
+        if name == "muon":
+            self._settings["train.optimizer.kind"] = name
+        elif "8bit" in name or not name.startswith(_OWN_OPTIMIZERS):
             self._no_match(key, value, other.says)
         else:
             self._converted.not_needed.append(key)

@@ -323,6 +323,10 @@ class AnalyticCosts:
             return 0.0
         return nbytes / self.hardware.moved_bytes_per_s + kernels * self.hardware.kernel_launch_s
 
+    def product(self, rows: int, columns: int, inner: int) -> float:
+        """Return the seconds of a product of matrices (rows, inner) x (inner, columns)."""
+        return self._gemm(Gemm(rows, columns, inner))
+
     def optimizer(self, parameters: int) -> float:
         """Return the seconds of an optimizer step over `parameters` of one rank."""
         return parameters * self.execution.optimizer_bytes / self.hardware.moved_bytes_per_s

@@ -213,6 +213,10 @@ class CostModel(Protocol):
         """
         ...
 
+    def product(self, rows: int, columns: int, inner: int) -> float:
+        """Return the seconds of a product of matrices (rows, inner) x (inner, columns), in the weights' precision."""
+        ...
+
     def optimizer(self, parameters: int) -> float:
         """Return the seconds of an optimizer step over `parameters` of one rank: gradient norm, clipping, update."""
         ...

@@ -333,6 +333,10 @@ class MeasuredCosts:
         """Return the seconds that a pass loses each time it stops inside a layer and goes on."""
         return self.model.cut() if self.table.cut_s is None else self.table.cut_s
 
+    def product(self, rows: int, columns: int, inner: int) -> float:
+        """Return the seconds of a product of matrices; it is modelled, for cores as fast as the table's."""
+        return self._of_its_cores.product(rows, columns, inner)
+
     def optimizer(self, parameters: int) -> float:
         """Return the seconds of an optimizer step over `parameters` of one rank, on a line through the measurements."""
         if not self.table.optimizer:

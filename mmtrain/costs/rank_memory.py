@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
+from typing import Literal
 
 from mmtrain.costs import generator_arithmetic as diffusion
 from mmtrain.costs import layer_arithmetic as analytic
@@ -12,6 +13,7 @@ from mmtrain.costs.cost_model import CostModel, TokenLoad
 from mmtrain.costs.expert_costs import expert_replicas
 from mmtrain.costs.gradient_reduction import BYTES_PER_GRADIENT
 from mmtrain.costs.hardware import ELEMENT_BYTES, Precision
+from mmtrain.costs.muon_costs import muon_buffer_bytes, num_muon_parameters
 from mmtrain.costs.offload_costs import NUM_BLOCKS_ON_DEVICE, without_offload
 from mmtrain.models.shapes.layer_shape import COPIES_SUMMED_AT_ONCE, Attention, MoeMlp, expert_shard
 from mmtrain.models.shapes.model_shape import BLOCK_KINDS, MLP_CHUNK_TOKENS, LayerShape
@@ -39,12 +41,26 @@ class StateBytes:
     parameter: int
     gradient: int  # only if it trains
     optimizer: int  # only if it trains: Adam's two moments, and the fp32 master weight of a bf16 parameter
+    muon_saves: int = 0  # of these, what a parameter that Muon trains does not need; 0: it trains none
+
+    def saved_by_muon(self, layer: LayerShape, tp: int) -> tuple[int, int]:
+        """Return the bytes that Muon saves in a layer, before they are sharded: of all replicas, and of experts apart.
+
+        See `num_apart_parameters`.
+        """
+        if not self.muon_saves:
+            return 0, 0
+        joint, apart = num_muon_parameters(layer, tp)
+        return joint * self.muon_saves, apart * self.muon_saves
 
 
-def state_bytes(precision: Precision, moments: Precision = "fp32") -> StateBytes:
-    """Return the bytes per parameter for parameters in `precision` and `train.optimizer.moments`."""
-    master_bytes = 4 if precision == "bf16" else 0
-    return StateBytes(ELEMENT_BYTES[precision], 4, master_bytes + 2 * ELEMENT_BYTES[moments])
+def state_bytes(
+    precision: Precision, moments: Precision = "fp32", kind: Literal["adamw", "muon"] = "adamw"
+) -> StateBytes:
+    """Return the bytes per parameter for parameters in `precision`, and `moments` and `kind` of `train.optimizer`."""
+    master_bytes, moment_bytes = 4 if precision == "bf16" else 0, ELEMENT_BYTES[moments]
+    muon_saves = moment_bytes if kind == "muon" else 0
+    return StateBytes(ELEMENT_BYTES[precision], 4, master_bytes + 2 * moment_bytes, muon_saves)
 
 
 @dataclass(frozen=True)
@@ -189,6 +205,9 @@ def rank_memory(
     buffers += sum(stage.held_features * feature_bytes(stage, precision) for stage in held)
     buffers += max((stage.gathered_elements for stage in held), default=0) * ELEMENT_BYTES[precision]
     buffers += sum(stage.under_way_bytes for stage in held)
+    if size.muon_saves:  # an update follows the last backward, when no activations are left
+        in_update = muon_buffer_bytes((layer for stage in held for layer in stage.layers), precision)
+        buffers = max(buffers, in_update - int(activations))
     margin = MEMORY_MARGIN * (parameters + gradients + optimizer + activations + buffers)
     inputs = NUM_INPUT_ARENAS * INPUT_ARENA_GROWTH * sum(step_input_bytes(stage) for stage in held)
     host = float(sum(stage.in_flight * microbatch_host_bytes(stage, costs, precision) for stage in held))
@@ -206,11 +225,13 @@ def layer_state(layer: LayerShape, tp: int, dp: int, size: StateBytes) -> tuple[
 
     Optimizer state of experts is sharded over those of the `dp` replicas that hold the same ones.
     """
-    apart = analytic.num_apart_parameters(layer, tp)
+    apart, num_same_experts = analytic.num_apart_parameters(layer, tp), expert_replicas(layer, dp)
     parameters, gradients, optimizer = _state(
         analytic.num_parameters(layer, tp), analytic.num_trained_parameters(layer, tp), dp, size
     )
-    return parameters, gradients, optimizer + apart * size.optimizer * (1 / expert_replicas(layer, dp) - 1 / dp)
+    saved, saved_apart = size.saved_by_muon(layer, tp)
+    optimizer += apart * size.optimizer * (1 / num_same_experts - 1 / dp)
+    return parameters, gradients, optimizer - saved / dp - saved_apart / num_same_experts
 
 
 def _held_layer_state(stage: HeldLayers, layer: LayerShape, size: StateBytes) -> tuple[float, float, float]:
@@ -219,12 +240,17 @@ def _held_layer_state(stage: HeldLayers, layer: LayerShape, size: StateBytes) ->
         return _held_state(stage, layer_state(layer, stage.tp, stage.dp, size), 1)
     held, trained = analytic.num_parameters(layer, stage.tp), analytic.num_trained_parameters(layer, stage.tp)
     held_apart, apart = analytic.num_held_apart(layer, stage.tp), analytic.num_apart_parameters(layer, stage.tp)
-    joint = _held_state(stage, _state(held - held_apart, trained - apart, 1, size), stage.shard)
+    saved, saved_apart = size.saved_by_muon(layer, stage.tp)
+    joint = _held_state(stage, _less_optimizer(_state(held - held_apart, trained - apart, 1, size), saved), stage.shard)
     if not isinstance(layer.mlp, MoeMlp):
         return joint
     shard = expert_shard(stage.shard, layer.mlp.ep)
-    of_experts = _held_state(stage, _state(held_apart, apart, 1, size), shard)
+    of_experts = _held_state(stage, _less_optimizer(_state(held_apart, apart, 1, size), saved_apart), shard)
     return (joint[0] + of_experts[0], joint[1] + of_experts[1], joint[2] + of_experts[2])
+
+
+def _less_optimizer(state: tuple[float, float, float], saved: float) -> tuple[float, float, float]:
+    return state[0], state[1], state[2] - saved
 
 
 def _held_state(stage: HeldLayers, state: tuple[float, float, float], shard: int) -> tuple[float, float, float]:

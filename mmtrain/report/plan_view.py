@@ -230,6 +230,9 @@ def _sentences(plan: Plan) -> Iterator[str]:
         )
     if kinds_gib := _fullest_rank_kinds(predicted):
         yield f"Memory of the fullest rank: {_memory_sum_text(kinds_gib, predicted.memory_gib)}."
+    if predicted.muon_s is not None:
+        share = predicted.muon_s / predicted.step_time_s
+        yield f"Muon moves and orthogonalizes matrices for {seconds_text(predicted.muon_s)} of the step ({share:.1%})."
     yield f"Ranks are idle for {idle_text(predicted.bubbles)}."
     phases = predicted_phases(plan)
     if phases is not None:

@@ -35,6 +35,7 @@ from mmtrain.program import DispatchMode, ScheduleKind
 from mmtrain.program.ir.graph import ContextMethod, CutSequences
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.execution.rank_context import RankContext
+from tests.flow.reference_muon import TRAINED, ReferenceMuon
 
 IMAGE_ID, AUDIO_ID, VOCAB, PATCH, MERGE, BINS, STACK = 3, 2, 61, 2, 2, 10, 2
 SAMPLES, TEXTS = range(8), range(8, 16)  # those of a step; and those of a step of text alone
@@ -349,8 +350,13 @@ def step_data(job: RankContext, step: int, texts_between: bool | range = False) 
     return StepData(meta, encoders, text, ())
 
 
+def layer_scales(decay: float, num_blocks: int) -> list[float]:
+    """Return what multiplies the learning rate of each layer: of the first one, of the blocks, of the last one."""
+    return [decay**num_blocks, *(decay ** (num_blocks - 1 - i) for i in range(num_blocks)), 1.0]
+
+
 class Reference:
-    """One process, one sample at a time, plain autograd and plain AdamW."""
+    """One process, one sample at a time, plain autograd, plain AdamW and plain Muon."""
 
     def __init__(self, settings: Recipe) -> None:
         self.settings, model, groups = settings, build_model_shape(settings), ParallelGroups.single()
@@ -369,12 +375,19 @@ class Reference:
         )
         optimizer = settings.train.optimizer
         groups = []
+        self.muons: list[ReferenceMuon] = []
         for unit, stage in self.stages.items():
             own = settings.model.unit(unit)
-            trained, lr = [p for p in stage.parameters() if p.requires_grad], optimizer.lr * own.lr_scale
             decay = optimizer.weight_decay if own.weight_decay is None else own.weight_decay
-            groups.append({"params": [p for p in trained if p.ndim > 1], "weight_decay": decay, "lr": lr})
-            groups.append({"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0, "lr": lr})
+            scales = layer_scales(optimizer.layer_lr_decay, num_blocks=len(model.unit(unit).layers) - 2)
+            trained = {name: param for name, param in stage.named_parameters() if param.requires_grad}
+            linears = {name: param for name, param in trained.items() if TRAINED.search(name)}
+            if optimizer.kind == "muon":
+                self.muons.append(ReferenceMuon(settings, unit, scales, linears))
+            for name, param in trained.items():
+                if optimizer.kind == "adamw" or name not in linears:
+                    lr = optimizer.lr * own.lr_scale * scales[int(name.split(".")[1])]
+                    groups.append({"params": [param], "weight_decay": decay if param.ndim > 1 else 0.0, "lr": lr})
         self.adam = torch.optim.AdamW(groups, betas=optimizer.betas, eps=optimizer.eps)
         self.biases = []
         if settings.model.llm.moe is not None:
@@ -410,7 +423,8 @@ class Reference:
             for param in self.stages.parameters():
                 if param.grad is not None:
                     param.grad *= limit / norm
-        self.adam.step()
+        for stepped in (self.adam, *self.muons):
+            stepped.step()
         for biases in self.biases:
             biases.step(torch.zeros(()))
         return loss, norm, gradients

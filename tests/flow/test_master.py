@@ -112,6 +112,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Mesh]]] = {
         {"model__vision__weight_decay": 0.5, "model__vision__lr_scale": 0.5, "model__llm__weight_decay": 0.0},
         {"vision": Mesh((), (0, 1), dp=2), "llm": Mesh((2,), (2, 3))},
     ),
+    "layer-wise decay of the learning rate, tp2 dp2, pp2 vpp2": (
+        {"train__optimizer__layer_lr_decay": 0.5, "model__vision__lr_scale": 0.5, "model__llm__tie_embeddings": True},
+        {"vision": Mesh((), (0, 1, 2, 3), tp=2, dp=2), "llm": Mesh((1, 2, 4), (4, 5), vpp=2)},
+    ),
     "tied embeddings pp2 dp2": (
         {"model__llm__tie_embeddings": True},
         {"vision": Mesh((), (0,)), "llm": Mesh((2,), (1, 2, 3, 4), dp=2)},

@@ -203,6 +203,7 @@ MORE: dict[str, Case] = {
         (),
         False,
     ),
+    "layer-wise decay of the learning rate": ({"train__optimizer__layer_lr_decay": 0.5} | TIED, 4, 2, (), False),
     "microbatches of one sample": ({"train__global_batch": 8}, 2, 2, (), True),
     "encoders first in as many, all dispatched": (SPEECH, 4, 2, (), True, "all", 2),
     "encoders first in one, llm dispatched": (SPEECH, 4, 2, (), True, "llm", 1),

@@ -20,6 +20,7 @@ EXPERTS = (
     "model.llm.moe={experts: 4, top_k: 2, ffn: 16, shared_ffn: 16, scores: sigmoid, selection_bias: true, "
     "selection_bias_rate: 0.01, balance_loss: 0.01, z_loss: 0.001}"
 )
+MUON = "train.optimizer={lr: 0.001, kind: muon, layer_lr_decay: 0.8}"
 EIGHT_GPUS = ("cluster.hardware=h100-80g", "cluster.ranks=8")
 
 
@@ -50,6 +51,7 @@ def test_gradients_that_travel_in_bf16_are_equal_within_a_stated_part(
         ("parallel.placement=disaggregated", "parallel.llm.cp=2", "parallel.llm.cp_method=ring"),
         ("parallel.placement=colocated", "parallel.llm.tp=2", "parallel.llm.pp=2", "parallel.llm.ep=2", EXPERTS),
         ("parallel.placement=replicated", "parallel.shard=4", "parallel.llm.ep=2", EXPERTS),
+        ("parallel.placement=colocated", "parallel.llm.tp=2", "parallel.llm.pp=2", "parallel.llm.ep=2", EXPERTS, MUON),
         ("parallel.llm.tp=2", "parallel.vision.tp=2", "model.vision.projector={kind: resampler, queries: 4, heads: 2}"),
     ],
 )

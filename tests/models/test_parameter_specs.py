@@ -9,12 +9,31 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmtrain.models.optim import parameter_specs
-from mmtrain.models.optim.parameter_specs import initialize_parameters, stage_param_specs, tp_shard
+from mmtrain.models.optim.parameter_specs import UnitRates, initialize_parameters, stage_param_specs, tp_shard
 from mmtrain.models.shapes.param_spec import ParamSpec
 from tests.models.factory import settings, stage
 from tests.models.whole_tensors import join_tp_shards
 
 GATED = ParamSpec("llm.layers.1.mlp.linear_fc1.weight", (2, 8, 3), 1)
+
+
+def test_layers_learn_slower_the_farther_they_are_from_the_head() -> None:
+    rates = UnitRates(lr_scale=0.5, weight_decay=0.1, layer_decay=0.75, num_blocks=3)
+    scales = [rates.lr_scale_of(f"llm.layers.{layer}.a.weight") for layer in range(5)]
+    assert scales == [0.5 * 0.75**3, 0.5 * 0.75**2, 0.5 * 0.75, 0.5, 0.5]
+    alike = UnitRates(lr_scale=0.5, weight_decay=0.1, num_blocks=3)
+    assert {alike.lr_scale_of(f"llm.layers.{layer}.a.weight") for layer in range(5)} == {0.5}
+
+
+def test_parameters_of_one_rate_and_decay_are_one_group() -> None:
+    names = {
+        torch.nn.Parameter(torch.zeros(shape)): f"llm.layers.{layer}.a" for layer in (1, 2) for shape in (3, (3, 3))
+    }
+    groups = UnitRates(1.0, 0.1, layer_decay=0.5, num_blocks=2).groups(names)
+    found = {(group["lr_scale"], group["weight_decay"]): group["params"] for group in groups}
+    expected = [(0.5, 0.0), (0.5, 0.1), (1.0, 0.0), (1.0, 0.1)]
+    assert found == dict(zip(expected, ([param] for param in names), strict=True))
+    assert len(UnitRates(1.0, 0.1).groups(names)) == 2
 
 
 def test_a_gated_shard_holds_gate_rows_then_up_rows() -> None:

@@ -150,6 +150,17 @@ def test_a_plan_in_python_is_written_as_by_the_command(folder: Path) -> None:
         shown.emit("megatron-bridge", folder / "text.yaml")
 
 
+def test_muon_and_rates_of_layers_are_named_as_missing(folder: Path) -> None:
+    optimizer = ["train.optimizer.kind=muon", "train.optimizer.layer_lr_decay=0.75"]
+    settings = ["parallel.placement=unified", "cluster.ranks=1", *optimizer]
+    plan, recipe = planned(folder / "text.yaml", settings)
+    missing = {part.what for part in emit(plan, recipe, "megatron-bridge").inexpressible}
+    named = {"Muon trains the linears", "the learning rate decays from block to block by 0.75"}
+    assert named <= missing
+    plain = recipe.model_copy(update={"train": load_recipe(folder / "text.yaml", settings[:2]).recipe.train})
+    assert not named & {part.what for part in emit(plan, plain, "megatron-bridge").inexpressible}
+
+
 @pytest.mark.slow
 def test_adapters_are_written_for_automodel(folder: Path) -> None:
     sharded = ["parallel.placement=replicated", "parallel.dispatch=none", "parallel.schedule=1f1b"]

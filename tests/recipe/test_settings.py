@@ -162,6 +162,8 @@ def test_no_former_name_is_reused_for_another_setting() -> None:
         ("train.seed", 1, {"steps", "resume"}),
         ("train.precision", "fp32", {"plan"}),
         ("train.optimizer.lr", 1.0, set()),
+        ("train.optimizer.layer_lr_decay", 0.75, set()),
+        ("train.optimizer.kind", "muon", {"plan", "resume"}),
         ("parallel.llm.tp", 4, {"plan"}),
     ],
 )

@@ -324,6 +324,18 @@ def test_missing_settings_say_what_they_are(write: Write) -> None:
             "train.grad_reduce: found bf16 with parallel.shard 1, whose copies add up gradients in fp32",
         ),
         (
+            ["train.optimizer.kind=muon", "train.lora={}"],
+            "train.optimizer.kind: found muon with train.lora, which freezes the linears that it trains",
+        ),
+        (["train.optimizer.kind=sgd"], "train.optimizer.kind"),
+        (
+            ["train.optimizer.kind=muon", "train.optimizer.moments=bf16"],
+            "train.optimizer: moments: found bf16 with kind muon, whose momentum is in fp32; allowed: fp32",
+        ),
+        (["train.optimizer.muon_momentum=1"], "train.optimizer.muon_momentum"),
+        (["train.optimizer.layer_lr_decay=0"], "train.optimizer.layer_lr_decay"),
+        (["train.optimizer.layer_lr_decay=1.5"], "train.optimizer.layer_lr_decay"),
+        (
             ["parallel.placement=replicated", "parallel.zero=1", "parallel.shard=2"],
             "parallel.shard: found 2 with parallel.zero 1, which keeps weights whole",
         ),
@@ -643,7 +655,7 @@ def test_checks_do_not_fail_on_recipes_with_other_problems(base: Path, section: 
 
 
 def test_no_check_is_forgotten() -> None:
-    assert len({check.__name__ for check in CHECKS}) == len(CHECKS) == 34
+    assert len({check.__name__ for check in CHECKS}) == len(CHECKS) == 35
 
 
 FINE = "model.encoders.fine={modality: vision, layers: 2, hidden: 32, heads: 4, ffn: 64, patch: 16, max_side: 32}"

@@ -23,6 +23,8 @@ from mmtrain.models.megatron.parallel_groups import ParallelGroups
 from mmtrain.models.optim.bf16_moments import Bf16MomentsAdamW
 from mmtrain.models.optim.bf16_reduction import RoundedReduction
 from mmtrain.models.optim.clip_factors import ClipFactors, set_clip_factors, sum_of_squares
+from mmtrain.models.optim.matrix_exchange import DividedWeight
+from mmtrain.models.optim.muon import MOMENTUM, AdamWBesideMuon, Muon, MuonWeight
 from mmtrain.models.optim.parameter_specs import MOMENTS, NamedShard, UnitRates, WeightSource
 from mmtrain.models.shapes.param_spec import ParamSpec
 from mmtrain.recipe.settings.train_settings import OptimizerSettings
@@ -42,6 +44,8 @@ class LocalParam:
 class ZeroAdamW:
     """AdamW for the stages of one unit; each data-parallel replica updates its shard of the flat buffers.
 
+    With `rates.matrices` Muon takes its place for the weights of linears.
+
     Every bucket has buffers of its own, so that the gradients of each can be reduced as soon as they are complete.
 
     Args:
@@ -49,7 +53,7 @@ class ZeroAdamW:
         params: every parameter of the stages, with its plan-independent name and how tensor parallelism splits it.
         groups: the unit's process groups.
         device: where the parameters are.
-        settings: AdamW's settings for all units.
+        settings: of all units.
         rates: this unit's own.
         rounds_reduced: whether replicas send each other gradients in bf16.
     """
@@ -67,10 +71,11 @@ class ZeroAdamW:
         self._params = params
         self._groups = groups
         self._device = device
-        self._lr_scale = rates.lr_scale
         self._rounds_reduced = rounds_reduced
         self._reductions: dict[Any, RoundedReduction] = {}  # under way, by Megatron's bucket
         self._gathers: dict[BucketNumber, list[dist.Work]] = {}  # under way
+        self._muon: Muon | None = None
+        self._trained_by_muon = {p for p in params if p.requires_grad and params[p].spec.name in rates.matrices}
         self._frozen = [p for p in params if not p.requires_grad]
         self._trained = [p for p in params if p.requires_grad]
         # A bucket of the program may have none, where all that would train in its layers is frozen by name.
@@ -84,11 +89,11 @@ class ZeroAdamW:
                 }
                 # With autograd the fp32 shards would be views with a history, and reading their `.grad` would warn.
                 with torch.no_grad():
-                    self._optimizer = _optimizer(
-                        list(self._buffers.values()), self._trained, groups, settings, rates.weight_decay
-                    )
+                    names = {p: params[p].spec.name for p in self._trained}
+                    self._optimizer = _optimizer(list(self._buffers.values()), rates.groups(names), groups, settings)
             self._shards = {p: self._shard_of(p) for p in self._trained if p in self._optimizer.model_param_gbuf_map}
             self._start_moments(torch.bfloat16 if settings.moments == "bf16" else torch.float32)
+            self._muon = self._build_muon(rates, settings.muon_momentum)
 
     def zero_grad(self) -> None:
         """Clear the gradients of the last step."""
@@ -159,7 +164,9 @@ class ZeroAdamW:
         adam = self._optimizer.optimizer
         set_clip_factors(adam, clip)
         for group in adam.param_groups:
-            group["lr"] = lr * self._lr_scale
+            group["lr"] = lr * group["lr_scale"]
+        if self._muon is not None:
+            self._muon.step(lr, clip)
         with optimizer_scope(self._device):
             self._optimizer.step_with_ready_grads()
 
@@ -192,9 +199,10 @@ class ZeroAdamW:
             return
         if isinstance(self._optimizer.optimizer, Bf16MomentsAdamW):
             self._optimizer.optimizer.num_updates = value
-        for shard in self._shards.values():
+        for param, shard in self._shards.items():
             # One tensor for each shard: a shared tensor would count every parameter's update.
-            self._optimizer.optimizer.state[shard]["step"] = torch.tensor(float(value), device=shard.device)
+            if param not in self._trained_by_muon:
+                self._optimizer.optimizer.state[shard]["step"] = torch.tensor(float(value), device=shard.device)
 
     def gradients(self) -> Iterator[NamedShard]:
         """Yield this rank's shards of the reduced gradients (before clipping), named like the parameters."""
@@ -204,9 +212,9 @@ class ZeroAdamW:
                 yield self._named(param, "", shard.grad, self._flat_range(param))
 
     def shards(self) -> Iterator[NamedShard]:
-        """Yield master weights and both moments; each element is on exactly one rank.
+        """Yield master weights and moments; each element is on exactly one rank.
 
-        A moment has the name of its parameter with `#exp_avg` or `#exp_avg_sq` appended.
+        A moment has the name of its parameter with `#exp_avg` and `#exp_avg_sq` appended, or Muon's `#momentum`.
         """
         if self._groups.dp_rank == 0:
             for param in self._frozen:
@@ -238,12 +246,15 @@ class ZeroAdamW:
                 )
 
     def _named_shards(self, param: nn.Parameter, shard: Tensor) -> Iterator[NamedShard]:
-        """Yield the master weight and both moments of a trained parameter."""
+        """Yield the master weight and the moments of a trained parameter."""
         flat = self._flat_range(param)
         state = self._optimizer.optimizer.state[shard]
         yield self._named(param, "", shard.detach(), flat)
-        for moment in MOMENTS:
+        for moment in self._moments_of(param):
             yield self._named(param, f"#{moment}", state[moment], flat)
+
+    def _moments_of(self, param: nn.Parameter) -> tuple[str, ...]:
+        return (MOMENTUM,) if param in self._trained_by_muon else MOMENTS
 
     def _named(self, param: nn.Parameter, suffix: str, tensor: Tensor, flat: tuple[int, int] | None) -> NamedShard:
         spec = self._params[param].spec
@@ -264,12 +275,35 @@ class ZeroAdamW:
         return flat_range.start, flat_range.end
 
     def _start_moments(self, dtype: torch.dtype) -> None:
-        """Create Adam's state now rather than in the first step, so that every checkpoint holds all of it."""
-        for shard in self._shards.values():
+        """Create the optimizer's state now, not in the first step, so that every checkpoint holds all of it."""
+        for param, shard in self._shards.items():
             state = self._optimizer.optimizer.state[shard]
-            state["step"] = torch.tensor(0.0, device=shard.device)
-            for moment in MOMENTS:
+            if param not in self._trained_by_muon:
+                state["step"] = torch.tensor(0.0, device=shard.device)
+            for moment in self._moments_of(param):
                 state[moment] = torch.zeros_like(shard, dtype=dtype)
+
+    def _build_muon(self, rates: UnitRates, decay_rate: float) -> Muon | None:
+        """Build what steps the weights of linears, if anything does; replicas tell each other what they hold of them.
+
+        All replicas call this together.
+        """
+        params = [param for param in self._trained if param in self._trained_by_muon]
+        if not params:
+            return None
+        own = [self._flat_range(p) if p in self._shards else (0, 0) for p in params]
+        own_ranges = torch.tensor(own, device=self._device)
+        ranges = own_ranges.new_empty(self._groups.dp_size, *own_ranges.shape)
+        dist.all_gather_into_tensor(ranges.view(-1), own_ranges.view(-1), group=self._groups.dp)
+        weights = []
+        for param, of_replicas in zip(params, ranges.transpose(0, 1).tolist(), strict=True):
+            spec, shard = self._params[param].spec, self._shards.get(param)
+            momentum = None if shard is None else self._optimizer.optimizer.state[shard][MOMENTUM]
+            divided = DividedWeight(spec, tuple((first, last) for first, last in of_replicas))
+            scale = rates.lr_scale_of(spec.name)
+            weight = MuonWeight(divided, rates.matrices[spec.name], shard, momentum, scale, rates.weight_decay)
+            weights.append(weight)
+        return Muon(weights, self._groups.dp, self._groups.tp, decay_rate, rates.matrix_dtype, self._device)
 
 
 def _buffers(params: Sequence[nn.Parameter], groups: ParallelGroups) -> DistributedDataParallel:
@@ -310,25 +344,13 @@ def _gather_params(group: Any) -> Iterator[dist.Work]:
 
 def _optimizer(
     buckets: list[DistributedDataParallel],
-    params: list[nn.Parameter],
+    param_groups: list[dict[str, Any]],
     groups: ParallelGroups,
     settings: OptimizerSettings,
-    weight_decay: float,
 ) -> DistributedOptimizer:
-    matrices = [p for p in params if p.ndim > 1]
-    vectors = [p for p in params if p.ndim <= 1]  # norms and biases do not decay
-    adam_class = Bf16MomentsAdamW if settings.moments == "bf16" else torch.optim.AdamW
-    adam = adam_class(
-        [
-            {"params": matrices, "weight_decay": weight_decay},
-            {"params": vectors, "weight_decay": 0.0},
-        ],
-        lr=settings.lr,
-        betas=settings.betas,
-        eps=settings.eps,
-        fused=True,
-    )
-    is_bf16 = any(p.dtype == torch.bfloat16 for p in params)
+    is_bf16 = any(p.dtype == torch.bfloat16 for group in param_groups for p in group["params"])
+    adam_class = Bf16MomentsAdamW if settings.moments == "bf16" else AdamWBesideMuon
+    adam = adam_class(param_groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True)
     config = OptimizerConfig(bf16=is_bf16, use_distributed_optimizer=True, lr=settings.lr)
     optimizer = DistributedOptimizer(
         adam,

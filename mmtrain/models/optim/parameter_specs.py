@@ -9,8 +9,8 @@ import math
 import zlib
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from mmtrain.models.shapes.layer_shape import PROJECTOR_KINDS
 from mmtrain.models.shapes.param_spec import ParamSpec
 from mmtrain.models.shapes.unit_shape import UnitShape
+from mmtrain.models.shapes.weight_matrices import WeightMatrices
 
 _OUTPUT_PROJECTIONS = (
     "self_attention.linear_proj.weight",
@@ -33,11 +34,36 @@ MAX_DRAWS = 64  # blocks of a parameter; the largest power of two up to this tha
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of Adam; a shard of one is named like its parameter, with `#` and this
 
 
-class UnitRates(NamedTuple):
+@dataclass(frozen=True)
+class UnitRates:
     """What a unit's update has of its own."""
 
     lr_scale: float  # multiplies the learning rate
     weight_decay: float
+    layer_decay: float = 1.0  # of the rate, from each block to the one before it
+    num_blocks: int = 0  # of the unit; layer 0 is before them, and the last layer behind them
+    matrices: Mapping[str, WeightMatrices] = field(default_factory=dict)  # of weights that Muon trains, by their names
+    matrix_dtype: torch.dtype = torch.float32  # in which Muon moves and orthogonalizes matrices
+
+    def lr_scale_of(self, name: str) -> float:
+        """Return what multiplies the learning rate of the parameter with this plan-independent name."""
+        if self.layer_decay == 1.0:
+            return self.lr_scale
+        layer = int(name.split(".")[2])
+        return self.lr_scale * self.layer_decay ** max(self.num_blocks - layer, 0)
+
+    def groups(self, names: Mapping[nn.Parameter, str]) -> list[dict[str, Any]]:
+        """Return the optimizer's groups of parameters, given with their plan-independent names; none is empty.
+
+        Norms and biases do not decay. `lr_scale` of a group multiplies the learning rate; `is_muon`: Muon trains it.
+        """
+        groups: dict[tuple[float, float, bool], dict[str, Any]] = {}
+        for param, name in names.items():
+            weight_decay = self.weight_decay if param.ndim > 1 else 0.0
+            scale, is_muon = self.lr_scale_of(name), name in self.matrices
+            group = {"params": [], "weight_decay": weight_decay, "lr_scale": scale, "is_muon": is_muon}
+            groups.setdefault((scale, weight_decay, is_muon), group)["params"].append(param)
+        return list(groups.values())
 
 
 @dataclass(frozen=True)

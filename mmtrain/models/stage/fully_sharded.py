@@ -12,7 +12,7 @@ gathered and reduced with the rest of its layer.
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -25,6 +25,8 @@ from mmtrain.models.megatron.experts import Experts
 from mmtrain.models.optim.bf16_moments import Bf16MomentsAdamW
 from mmtrain.models.optim.bf16_reduction import RoundedReduceScatter
 from mmtrain.models.optim.clip_factors import ClipFactors, set_clip_factors, sum_of_squares
+from mmtrain.models.optim.matrix_exchange import DividedWeight
+from mmtrain.models.optim.muon import MOMENTUM, AdamWBesideMuon, Muon, MuonWeight
 from mmtrain.models.optim.parameter_specs import (
     MOMENTS,
     NamedShard,
@@ -254,14 +256,23 @@ def weight_shards(
 
 def flat_range(param: nn.Parameter, mesh: DeviceMesh) -> tuple[int, int]:
     """Return which elements of the flattened parameter this rank holds: rows, divided as `torch.chunk` does."""
+    return shard_ranges(param, mesh)[mesh.get_local_rank(mesh.ndim - 1)]
+
+
+def shard_ranges(param: nn.Parameter, mesh: DeviceMesh) -> list[tuple[int, int]]:
+    """Return `flat_range` of every rank that holds a shard of the same copy."""
     num_rows = param.shape[0]
-    rows_per_shard = -(-num_rows // _num_shards(mesh))
-    first = min(mesh.get_local_rank(mesh.ndim - 1) * rows_per_shard, num_rows) * (param.numel() // num_rows)
-    return first, first + _local(param).numel()
+    row_size = param.numel() // num_rows
+    num_shards = _num_shards(mesh)
+    rows_per_shard = -(-num_rows // num_shards)
+    borders = [min(rank * rows_per_shard, num_rows) * row_size for rank in range(num_shards + 1)]
+    return list(pairwise(borders))
 
 
 class FullyShardedAdamW:
     """AdamW over this rank's shards of one unit's parameters on one mesh, in fp32; implements `UnitOptimizer`.
+
+    With `rates.matrices` Muon takes its place for the weights of linears.
 
     FSDP reduces gradients and gathers parameters inside the passes, so the methods that other placements use for that
     do nothing. Gradients of which each rank of a TP group has a part are summed over the group before the step: sums
@@ -272,7 +283,7 @@ class FullyShardedAdamW:
         mesh: over which they are sharded. That of a parameter is no substitute: torch caches specs of tensors, and with
             them meshes whose groups are gone, over all groups that a process has had.
         tp_group: ranks that split the parameters before these were sharded.
-        settings: AdamW's settings for all units.
+        settings: of all units.
         rates: this unit's own.
         gathered: stages whose weights may be gathered when the shards change.
     """
@@ -286,8 +297,8 @@ class FullyShardedAdamW:
         rates: UnitRates,
         gathered: Sequence[StageModule] = (),
     ) -> None:
-        self._gathered = gathered
-        self._specs, self._device, self._lr_scale = params, next(iter(params)).device, rates.lr_scale
+        self._gathered, self._rates = gathered, rates
+        self._specs, self._device = params, next(iter(params)).device
         self._mesh, self._tp_group = mesh, tp_group
         # One copy of the unit is saved and counted in norms.
         self._is_first_copy = mesh.ndim == 1 or mesh.get_local_rank("replicate") == 0
@@ -297,8 +308,12 @@ class FullyShardedAdamW:
         }
         self._adam: torch.optim.AdamW | None = None
         if self._masters:
-            self._adam = _adam(self._masters, settings, rates.weight_decay)
+            names = {master: params[param].name for param, master in self._masters.items()}
+            adam_class = Bf16MomentsAdamW if settings.moments == "bf16" else AdamWBesideMuon
+            rules = rates.groups(names)
+            self._adam = adam_class(rules, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True)
             self._start_moments(torch.bfloat16 if settings.moments == "bf16" else torch.float32)
+        self._muon = self._build_muon(settings.muon_momentum)
 
     def zero_grad(self) -> None:
         """Clear the gradients of the last step."""
@@ -348,11 +363,13 @@ class FullyShardedAdamW:
     def step(self, lr: float, clip: ClipFactors) -> None:
         """Divide the gradients by `clip.divisor` and update this rank's shards of the parameters, if at all."""
         self._release_weights()
+        if self._muon is not None:
+            self._muon.step(lr, clip)
         if self._adam is None:
             return
         set_clip_factors(self._adam, clip)
         for group in self._adam.param_groups:
-            group["lr"] = lr * self._lr_scale
+            group["lr"] = lr * group["lr_scale"]
         self._adam.step()
 
     def count_update(self) -> None:
@@ -375,8 +392,9 @@ class FullyShardedAdamW:
             return
         if isinstance(self._adam, Bf16MomentsAdamW):
             self._adam.num_updates = value
-        for master in self._masters.values():
-            self._adam.state[master]["step"] = torch.tensor(float(value), device=master.device)
+        for param, master in self._masters.items():
+            if not self._is_trained_by_muon(param):
+                self._adam.state[master]["step"] = torch.tensor(float(value), device=master.device)
 
     def gradients(self) -> Iterator[NamedShard]:
         """Yield this rank's shards of the reduced gradients, named like the parameters."""
@@ -386,7 +404,7 @@ class FullyShardedAdamW:
                 yield self._named(param, "", master.grad)
 
     def shards(self) -> Iterator[NamedShard]:
-        """Yield master weights and both moments; each element is on exactly one rank."""
+        """Yield master weights and moments, named as by `ZeroAdamW`; each element is on exactly one rank."""
         for param in self._specs:
             if self._is_counted_here(param):
                 yield from self._shards_of(param)
@@ -420,7 +438,7 @@ class FullyShardedAdamW:
         if (master := self._masters.get(param)) is not None:
             assert self._adam is not None
             state = self._adam.state[master]
-            for moment in MOMENTS:
+            for moment in self._moments_of(param):
                 yield self._named(param, f"#{moment}", state[moment])
 
     def _named(self, param: nn.Parameter, suffix: str, tensor: Tensor) -> NamedShard:
@@ -429,29 +447,38 @@ class FullyShardedAdamW:
         return NamedShard(spec.name + suffix, spec, self._tp_group.rank(), self._tp_group.size(), flat, tensor)
 
     def _start_moments(self, dtype: torch.dtype) -> None:
-        """Create Adam's state now rather than in the first step, so that every checkpoint holds all of it."""
+        """Create the optimizer's state now, not in the first step, so that every checkpoint holds all of it."""
         assert self._adam is not None
-        for master in self._masters.values():
+        for param, master in self._masters.items():
             state = self._adam.state[master]
-            state["step"] = torch.tensor(0.0, device=master.device)
-            for moment in MOMENTS:
+            if not self._is_trained_by_muon(param):
+                state["step"] = torch.tensor(0.0, device=master.device)
+            for moment in self._moments_of(param):
                 state[moment] = torch.zeros_like(master, dtype=dtype)
 
+    def _is_trained_by_muon(self, param: nn.Parameter) -> bool:
+        return self._specs[param].name in self._rates.matrices
 
-def _adam(
-    masters: Mapping[nn.Parameter, nn.Parameter], settings: OptimizerSettings, weight_decay: float
-) -> torch.optim.AdamW:
-    matrices = [master for master in masters.values() if master.ndim > 1]
-    vectors = [master for master in masters.values() if master.ndim <= 1]  # norms and biases do not decay
-    adam_class = Bf16MomentsAdamW if settings.moments == "bf16" else torch.optim.AdamW
-    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return adam_class(
-        [group for group in groups if group["params"]],
-        lr=settings.lr,
-        betas=settings.betas,
-        eps=settings.eps,
-        fused=True,
-    )
+    def _moments_of(self, param: nn.Parameter) -> tuple[str, ...]:
+        return (MOMENTUM,) if self._is_trained_by_muon(param) else MOMENTS
+
+    def _build_muon(self, decay_rate: float) -> Muon | None:
+        """Build what steps the weights of linears, if anything does; copies of a shard compute the same."""
+        weights = []
+        for param, spec in self._specs.items():
+            if not (param.requires_grad and self._is_trained_by_muon(param)):
+                continue
+            master, momentum = self._masters.get(param), None
+            if master is not None:
+                assert self._adam is not None, "there is one where there are masters"
+                momentum = self._adam.state[master][MOMENTUM]
+            divided = DividedWeight(spec, tuple(shard_ranges(param, self._mesh)))
+            scale, matrices = self._rates.lr_scale_of(spec.name), self._rates.matrices[spec.name]
+            weights.append(MuonWeight(divided, matrices, master, momentum, scale, self._rates.weight_decay))
+        if not weights:
+            return None
+        shards = self._mesh.get_group(self._mesh.ndim - 1)
+        return Muon(weights, shards, self._tp_group, decay_rate, self._rates.matrix_dtype, self._device)
 
 
 def _local(tensor: Tensor) -> Tensor:

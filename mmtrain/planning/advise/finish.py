@@ -43,6 +43,7 @@ from mmtrain.planning.space.candidate import (
 from mmtrain.planning.space.sample_batches import BatchSplit, batch_split_of
 from mmtrain.program.ir.context_loads import split_microbatches
 from mmtrain.program.ir.graph import LLM, Edge, Stage, StageGraph, StageId
+from mmtrain.program.simulation.muon_timing import muon_seconds
 
 SECONDS_PER_DAY = 86_400
 PipelineRanks = Mapping[tuple[Stage, ...], RankMemory]  # stages that some ranks hold together -> what one of them holds
@@ -131,7 +132,16 @@ def predict(chosen: Candidate, evaluator: Evaluator) -> Prediction:
         coarse_scheduling_efficiency=coarse_efficiency,
         memory_gib=round(machine.memory_bytes / GIB, 4),
         balance=stage_balance(chosen, evaluator),
+        muon_s=_muon_seconds(chosen, evaluator),
     )
+
+
+def _muon_seconds(chosen: Candidate, evaluator: Evaluator) -> float | None:
+    layer_costs, ranks_per_node = evaluator.layer_costs, evaluator.problem.hardware.ranks_per_node
+    if not layer_costs.orthogonalizes:
+        return None
+    seconds = muon_seconds(chosen.graph, layer_costs.shape, layer_costs.costs, layer_costs.precision, ranks_per_node)
+    return max(seconds.values())
 
 
 def _cost_source(chosen: Candidate, evaluator: Evaluator) -> str:

@@ -97,7 +97,9 @@ def _suggest_offload(evaluator: Evaluator, assignments: Sequence[MeshAssignment]
 
 
 def _suggest_bf16_moments(evaluator: Evaluator, assignments: Sequence[MeshAssignment]) -> Iterator[str]:
-    """Suggest moments in bf16 where they are fp32."""
+    """Suggest moments in bf16 where they are fp32 and may be bf16."""
+    if evaluator.problem.recipe.train.optimizer.kind != "adamw":
+        return
     smaller = state_bytes(evaluator.problem.precision, "bf16")
     is_new = evaluator.layer_costs.state_bytes != smaller
     if is_new and _fits_anywhere(_with_settings(evaluator, state=smaller), assignments):

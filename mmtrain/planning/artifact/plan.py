@@ -286,6 +286,7 @@ class Prediction(_Frozen):
     balance: StageBalance | None = None  # None in plans that no search has made
     other_choices: tuple[SpreadChoice, ...] = ()  # by another spread of the ranks' times
     experts: ExpertPrediction | None = None  # with expert parallelism
+    muon_s: float | None = None  # of the step, in which the slowest rank moves and orthogonalizes matrices for Muon
     # Of the same LLM on the same ranks, with as many tokens of text alone; None where that was not planned.
     text_only_tokens_per_s_per_gpu: float | None = None
 

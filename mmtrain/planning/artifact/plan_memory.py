@@ -78,12 +78,12 @@ def planned_loss(plan: Plan, shape: ModelShape) -> LossSizes:
 
 
 def _graph_memory(recipe: Recipe, plan: Plan, shape: ModelShape) -> GraphMemory:
-    machine, precision = machine_for(recipe, plan.hardware), plan.precision
+    machine, precision, optimizer = machine_for(recipe, plan.hardware), plan.precision, recipe.train.optimizer
     return GraphMemory(
         planned_shape(plan, shape),
         costs_for(machine, precision, recipe.cluster.costs),
         precision,
-        state_bytes(precision, recipe.train.optimizer.moments),
+        state_bytes(precision, optimizer.moments, optimizer.kind),
         {unit: TokenLoad(**largest.model_dump()) for unit, largest in plan.data.largest_microbatch.items()},
         frozenset(name for name, unit in plan.units.items() if unit.sp and unit.tp > 1),
     )

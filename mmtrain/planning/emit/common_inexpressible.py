@@ -13,12 +13,23 @@ def data_inexpressible(job: PlannedJob) -> Iterator[Inexpressible]:
         lengthens=True,
     )
     yield from freeze_inexpressible(job)
+    yield from optimizer_inexpressible(job)
 
 
 def freeze_inexpressible(job: PlannedJob) -> Iterator[Inexpressible]:
     """Say which parameters train there although the recipe keeps them fixed by their names."""
     if job.recipe.train.freeze:
         yield Inexpressible(f"train.freeze keeps {', '.join(job.recipe.train.freeze)} fixed", "they train", True)
+
+
+def optimizer_inexpressible(job: PlannedJob) -> Iterator[Inexpressible]:
+    """Say what of the optimizer is other there: Muon, and rates that differ between layers."""
+    optimizer = job.recipe.train.optimizer
+    if optimizer.kind == "muon":
+        yield Inexpressible("Muon trains the linears", "AdamW trains all parameters, with two moments")
+    if optimizer.layer_lr_decay != 1:
+        what = f"the learning rate decays from block to block by {optimizer.layer_lr_decay:g}"
+        yield Inexpressible(what, "all layers have one rate")
 
 
 def moments_inexpressible(job: PlannedJob) -> Iterator[Inexpressible]:

@@ -10,6 +10,7 @@ from mmtrain.planning.emit.accepted_settings import AcceptedSettings
 from mmtrain.planning.emit.common_inexpressible import (
     freeze_inexpressible,
     moments_inexpressible,
+    optimizer_inexpressible,
     router_inexpressible,
     schedule_inexpressible,
 )
@@ -107,6 +108,7 @@ def _sizes_that_divide(job: PlannedJob) -> _Sizes | None:
 def _inexpressible(job: PlannedJob) -> Iterator[Inexpressible]:
     yield from schedule_inexpressible(job, ("cosine",))
     yield from moments_inexpressible(job)
+    yield from optimizer_inexpressible(job)
     yield from router_inexpressible(job)
     yield Inexpressible(
         f"samples are packed into groups of up to {job.seq_len} tokens that cost the replicas of a step the same",

@@ -304,6 +304,7 @@ def model_timing(graph: StageGraph, layer_costs: LayerCosts, loads: StepLoads, m
         machine.time_spread,
         machine.slowest_rank_ratio,
         layer_costs.grad_reduce,
+        layer_costs.orthogonalizes,
     )
 
 

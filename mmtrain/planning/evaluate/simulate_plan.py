@@ -36,4 +36,5 @@ def plan_timing(recipe: Recipe, plan: Plan, batch: BatchMeta) -> ModelTiming:
         machine.time_spread,
         machine.slowest_rank_ratio,
         recipe.train.grad_reduce,
+        recipe.train.optimizer.kind == "muon",
     )

@@ -18,6 +18,7 @@ from mmtrain.costs.collectives import GroupLayout
 from mmtrain.costs.gradient_buckets import apart_parameters, bucket_starts, reduced_parameters
 from mmtrain.costs.gradient_reduction import GradientReduction
 from mmtrain.costs.hardware import ELEMENT_BYTES
+from mmtrain.costs.muon_costs import MuonGroup
 from mmtrain.planning.artifact.layout import MeshSize
 from mmtrain.planning.evaluate.partition_orders import (
     KnownOrders,
@@ -190,12 +191,14 @@ class _EstimateRun:
         ranks = list(partitions.order.last_row)
         shape = len(ranks), len(partitions)
         num_updated = np.zeros(shape, dtype=np.int64)
-        adding_s = np.zeros(shape)
+        adding_s, muon_s = np.zeros(shape), np.zeros(shape)
         gather_s, reduction_s = np.zeros(shape), np.zeros(shape)
         holds_nothing = np.ones(shape, dtype=np.bool_)
         for spans in partitions.spans:
             mesh = self.assignment.meshes[spans.unit]
             num_layers, (num_trained, num_apart), first_chunk = self._held_of_unit(partitions, ranks, spans)
+            if self.layer_costs.orthogonalizes:
+                self._add_muon_seconds(muon_s, partitions, ranks, spans)
             num_updated += (num_trained - num_apart) // mesh.num_replicas
             num_updated += num_apart // (mesh.num_replicas // mesh.ep)
             adding_s += self._adding_seconds(spans.unit, num_trained - num_apart, mesh.num_replicas)
@@ -204,7 +207,7 @@ class _EstimateRun:
             of_unit = self._waits_of_first_chunk(spans, first_chunk)
             gather_s, reduction_s = np.where(is_first, of_unit, (gather_s, reduction_s))
             holds_nothing &= num_layers == 0
-        return _HeldParameters(gather_s, reduction_s, num_updated, adding_s)
+        return _HeldParameters(gather_s, reduction_s, num_updated, adding_s, muon_s)
 
     def _with_closing_collectives(self, held: "_HeldParameters", ends: Sequence[FloatArray]) -> FloatArray:
         """(n, batches) with what is left of reducing gradients, and the optimizer's step for which all wait.
@@ -214,9 +217,10 @@ class _EstimateRun:
         reduced = np.max(
             [end + seconds[:, None] for end, seconds in zip(ends, held.last_reduction_s, strict=True)], axis=0
         )
-        optimizer_s = np.array(
-            [self.layer_costs.costs.optimizer(int(max_updated)) for max_updated in held.num_updated.max(axis=0)]
-        )
+        num_updated = held.num_updated if self.layer_costs.orthogonalizes else held.num_updated.max(axis=0)[None]
+        counts, inverse = np.unique(num_updated, return_inverse=True)
+        adam_s = np.array([self.layer_costs.costs.optimizer(count) for count in counts.tolist()])
+        optimizer_s = (adam_s[inverse.ravel()].reshape(num_updated.shape) + held.muon_s).max(axis=0)
         num_ranks = self.assignment.ranks
         everyone = GroupLayout.strided(num_ranks, 1, self.machine.ranks_per_node)
         norm_s = self.layer_costs.costs.collective("all_reduce", NORM_BYTES, everyone)
@@ -259,13 +263,7 @@ class _EstimateRun:
         """
         of_layers = np.stack([self._trained(spans.unit), self._apart(spans.unit)])
         before = np.concatenate([np.zeros((2, 1), np.int64), np.cumsum(of_layers, axis=1)], axis=1)
-        column = {stage: k for k, stage in enumerate(spans.stages)}
-        held = [
-            (row, column[stage])
-            for row, rank in enumerate(ranks)
-            for stage in partitions.order.stages[rank]
-            if stage in column
-        ]
+        held = _held_stages(partitions, ranks, spans)
         rows, columns = np.array(held, dtype=np.int64).reshape(-1, 2).T
         first, last = spans.first[:, columns].T, spans.last[:, columns].T
         num_layers = np.zeros((len(ranks), len(partitions)), dtype=np.int64)
@@ -278,6 +276,18 @@ class _EstimateRun:
             of_stage = np.stack([spans.first[:, stage_column], spans.last[:, stage_column]])
             first_chunk[:, row] = np.where(of_stage[1] > of_stage[0], of_stage, first_chunk[:, row])
         return num_layers, num_parameters, first_chunk
+
+    def _add_muon_seconds(
+        self, muon_s: FloatArray, partitions: OrderedPartitions, ranks: Sequence[int], spans: LayerSpans
+    ) -> None:
+        """Add to (ranks, n) seconds those in which each rank moves and orthogonalizes the unit's matrices."""
+        mesh, costs = self.assignment.meshes[spans.unit], self.layer_costs
+        group = MuonGroup(mesh.tp, mesh.num_replicas, mesh.ep, self.machine.ranks_per_node)
+        layers = costs.shape.unit(spans.unit).layers
+        of_kind = {layer: group.seconds(layer, costs.costs, costs.precision) for layer in dict.fromkeys(layers)}
+        before = np.concatenate([[0.0], np.cumsum([of_kind[layer] for layer in layers])])
+        for row, column in _held_stages(partitions, ranks, spans):
+            muon_s[row] += before[spans.last[:, column]] - before[spans.first[:, column]]
 
     def _waits_of_first_chunk(self, spans: LayerSpans, first_chunk: IntArray) -> FloatArray:
         """Return (2, ranks, n) seconds that gathering the chunk's parameters delays, and reducing its gradients adds.
@@ -369,6 +379,17 @@ class _EstimateRun:
         return {}
 
 
+def _held_stages(partitions: OrderedPartitions, ranks: Sequence[int], spans: LayerSpans) -> list[tuple[int, int]]:
+    """Return the number of the rank, and that of the stage in the unit, of each stage that a rank holds."""
+    column = {stage: k for k, stage in enumerate(spans.stages)}
+    return [
+        (row, column[stage])
+        for row, rank in enumerate(ranks)
+        for stage in partitions.order.stages[rank]
+        if stage in column
+    ]
+
+
 class _HeldParameters(NamedTuple):
     """What data parallelism does with the trained parameters of each rank, under each layer partition: (ranks, n)."""
 
@@ -376,6 +397,7 @@ class _HeldParameters(NamedTuple):
     last_reduction_s: FloatArray  # by which reducing gradients lasts longer than its last backward
     num_updated: IntArray  # parameters that its optimizer updates
     adding_s: FloatArray  # in which it adds up gradients that replicas sent in bf16
+    muon_s: FloatArray  # in which it moves and orthogonalizes matrices for Muon
 
 
 def _slowest_on_rank(by_kind: FloatArray, num_together: int) -> FloatArray:

@@ -156,6 +156,7 @@ class LayerCosts:
         self.recompute: Mapping[str, RecomputeMode] = problem.constraints.recompute
         self.bucket_parameters = problem.recipe.parallel.bucket_parameters
         self.grad_reduce: Precision = problem.recipe.train.grad_reduce
+        self.orthogonalizes = problem.recipe.train.optimizer.kind == "muon"
         self.sp: SpSizes = sp or {}
         self.chunks: TpChunks = chunks or {}
         self.budget = budget

@@ -138,7 +138,8 @@ class PlanningProblem:
     @property
     def state_bytes(self) -> StateBytes:
         """Bytes of weights, gradients and optimizer state per parameter."""
-        return state_bytes(self.precision, self.recipe.train.optimizer.moments)
+        optimizer = self.recipe.train.optimizer
+        return state_bytes(self.precision, optimizer.moments, optimizer.kind)
 
     @property
     def choices(self) -> Mapping[str, UnitChoices]:

@@ -21,7 +21,7 @@ from mmtrain.costs.cost_model import (
     waiting_seconds,
 )
 from mmtrain.costs.gradient_reduction import BYTES_PER_GRADIENT, GradientReduction
-from mmtrain.costs.hardware import Precision
+from mmtrain.costs.hardware import ELEMENT_BYTES, Precision
 from mmtrain.costs.layer_arithmetic import num_apart_parameters
 from mmtrain.costs.sharded_layers import ShardedLayers, overlapped_seconds
 from mmtrain.costs.time_spread import NO_SPREAD, TimeSpread
@@ -44,6 +44,7 @@ from mmtrain.program.ir.data_dependencies import Bucket, gradient_buckets, parti
 from mmtrain.program.ir.graph import LLM, Edge, Microbatch, StageGraph, StageId, UnitMesh
 from mmtrain.program.ir.segments import direction, finished_pass
 from mmtrain.program.ir.step_loads import IntArray, Route, StepLoads
+from mmtrain.program.simulation.muon_timing import muon_seconds
 from mmtrain.program.simulation.straggler_waits import StragglerWaits, straggler_waits
 
 NORM_BYTES = 4  # `Step` all-reduces one fp32 number
@@ -169,6 +170,7 @@ class ModelTiming:
     time_spread: TimeSpread = NO_SPREAD  # of the ranks
     slowest_rank_ratio: float = 1.0  # that `costs` hold, see `Hardware`
     grad_reduce: Precision = "fp32"  # in which replicas send each other gradients
+    orthogonalizes: bool = False  # whether Muon trains the weights of linears
 
     @cached_property
     def waits(self) -> StragglerWaits:
@@ -536,9 +538,12 @@ class ModelTiming:
     @cached_property
     def _optimizer_s(self) -> float:
         """Seconds of the longest optimizer step of a rank."""
-        ranks = self._ranks_of_stages
-        counts = [sum(self._num_updated(rank, mesh) for mesh in self.graph.meshes) for rank in ranks]
-        return max(map(self.costs.optimizer, counts))
+        precision: Precision = "bf16" if self.element_bytes == ELEMENT_BYTES["bf16"] else "fp32"
+        muon_s = dict.fromkeys(self._ranks_of_stages, 0.0)
+        if self.orthogonalizes:
+            muon_s = muon_seconds(self.graph, self.shape, self.costs, precision, self.ranks_per_node)
+        counts = {rank: sum(self._num_updated(rank, mesh) for mesh in self.graph.meshes) for rank in muon_s}
+        return max(self.costs.optimizer(count) + muon_s[rank] for rank, count in counts.items())
 
     def _num_updated(self, rank: int, mesh: UnitMesh) -> int:
         """Return the parameters of a unit that the optimizer of a rank updates."""

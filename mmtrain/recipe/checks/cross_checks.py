@@ -125,6 +125,15 @@ def check_learning_rates(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(("train", "optimizer", "min_lr"), text)
 
 
+def check_muon(recipe: Recipe) -> Iterator[Problem]:
+    """Muon has weights of linears to train."""
+    if recipe.train.optimizer.kind == "muon" and recipe.train.lora is not None:
+        text = (
+            "found muon with train.lora, which freezes the linears that it trains; allowed: adamw. Remove one of both"
+        )
+        yield Problem(("train", "optimizer", "kind"), text)
+
+
 def check_validation(recipe: Recipe) -> Iterator[Problem]:
     """Validation and evaluation have samples."""
     has_samples = bool(recipe.data.validation) or recipe.data.validation_fraction is not None
@@ -407,6 +416,7 @@ CHECKS: tuple[Check, ...] = (
     check_deepstack,
     check_run_length,
     check_learning_rates,
+    check_muon,
     check_validation,
     check_best,
     check_sources,

@@ -38,8 +38,16 @@ BatchSize = Annotated[
 
 
 class OptimizerSettings(Section):
-    """AdamW and its learning-rate schedule."""
+    """The optimizer and its learning-rate schedule."""
 
+    kind: Literal["adamw", "muon"] = setting(
+        "adamw",
+        affects={"plan", "resume"},
+        added_later=True,
+        description="`muon` trains the linears of blocks and projectors by Muon, and all else by AdamW: embeddings, "
+        "the head, norms, biases, routers, generators. Its updates are as large as AdamW's, so `lr` and `weight_decay` "
+        "stay (arXiv 2502.16982). It keeps one moment of a weight, not two.",
+    )
     lr: float = setting(gt=0, affects=NOTHING, description="Peak learning rate.")
     min_lr: float = setting(0.0, ge=0, affects=NOTHING, description="Learning rate at the end of the schedule.")
     schedule: LearningRateShape = setting(
@@ -78,8 +86,21 @@ class OptimizerSettings(Section):
         (0.9, 0.95), affects=NOTHING, description="Decay rates of Adam's two moments, each in [0, 1)."
     )
     eps: float = setting(1e-8, gt=0, affects=NOTHING, description="Adam's epsilon.")
+    muon_momentum: DecayRate = setting(
+        0.95, affects=NOTHING, added_later=True, description="Decay rate of Muon's momentum, by Nesterov's rule."
+    )
     weight_decay: float = setting(
         0.0, ge=0, affects=NOTHING, description="Decoupled weight decay of matrices; norms and biases do not decay."
+    )
+    layer_lr_decay: float = setting(
+        1.0,
+        gt=0,
+        le=1,
+        affects=NOTHING,
+        added_later=True,
+        description="Layer-wise decay of the learning rate in encoders and the LLM: each block learns with this times "
+        "the rate of the block behind it. The last block and what follows it (head, projector) have the unit's full "
+        "rate, with its `lr_scale`; the first layer (embedding) has the lowest. 1: all layers learn alike.",
     )
     moments: Literal["fp32", "bf16"] = setting(
         "fp32",
@@ -90,6 +111,14 @@ class OptimizerSettings(Section):
     clip_norm: float | None = setting(
         1.0, gt=0, affects=NOTHING, description="Clip the global gradient norm to this value. null: do not clip."
     )
+
+    @model_validator(mode="after")
+    def _check_moments(self) -> Self:
+        problem = (
+            "moments: found bf16 with kind muon, whose momentum is in fp32; allowed: fp32. It takes 14 bytes per "
+            "parameter of a bf16 linear, as AdamW's moments in bf16 do"
+        )
+        return self._without([problem] if self.kind == "muon" and self.moments == "bf16" else [])
 
     @model_validator(mode="after")
     def _check_schedule(self) -> Self:
@@ -341,7 +370,7 @@ class TrainSettings(Section):
         description="Use only operations that repeat their bits, on GPUs at the price of speed. A resumed run "
         "then continues bit for bit there too; on a CPU it always does.",
     )
-    optimizer: OptimizerSettings = Field(description="AdamW and its learning-rate schedule.")
+    optimizer: OptimizerSettings = Field(description="The optimizer and its learning-rate schedule.")
     checkpoint: CheckpointSettings = Field(CheckpointSettings(), description="When to save checkpoints.")
     validate_every: int = setting(
         0, ge=0, affects=NOTHING, description="Steps between computations of the validation loss. 0: never."

@@ -42,7 +42,8 @@ class UnitOptimizer(Protocol):
     def step(self, lr: float, clip: ClipFactors) -> None:
         """Divide the gradients by `clip.divisor` and update this rank's shard of the parameters.
 
-        Nothing changes where `clip.skip` is 1. The host does not wait for the device.
+        Nothing changes where `clip.skip` is 1. The host does not wait for the device. All ranks of the unit that hold
+        shards of the same weights call this together: for Muon they exchange them.
         """
 
     def count_update(self) -> None:

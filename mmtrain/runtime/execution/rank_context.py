@@ -20,7 +20,7 @@ from mmtrain.models.megatron.experts import ExpertMlp
 from mmtrain.models.megatron.selection_biases import SelectionBiases
 from mmtrain.models.megatron.zero_adamw import BucketNumber, LocalParam, ZeroAdamW
 from mmtrain.models.optim import parameter_specs
-from mmtrain.models.optim.parameter_specs import WeightSource
+from mmtrain.models.optim.parameter_specs import UnitRates, WeightSource
 from mmtrain.models.shapes.layer_shape import MoeMlp, is_of_expert
 from mmtrain.models.shapes.model_shape import LayerShape, ModelShape, build_model_shape
 from mmtrain.models.shapes.param_spec import ParamSpec
@@ -55,6 +55,7 @@ from mmtrain.runtime.execution.process_groups import ProcessGroups, Transport, b
 from mmtrain.runtime.execution.recorder import StepRecorder, clock_for
 from mmtrain.runtime.execution.unit import ShardedUnitRunner, UnitRunner
 from mmtrain.runtime.execution.unit_inputs import SharedReplica, host_inputs, loss_scales, map_tensors
+from mmtrain.runtime.execution.unit_rates import unit_rates
 from mmtrain.runtime.world import World
 
 
@@ -391,13 +392,13 @@ def build_unit_optimizer(
         for number, of_bucket in _gradient_buckets(unit, bucket_starts or {}).items()
     }
     groups = unit.groups.of_experts if any(is_of_expert(local.spec.name) for local in params.values()) else unit.groups
-    rates, rounds_reduced = _unit_rates(recipe, unit.name), recipe.train.grad_reduce == "bf16"
+    rates, rounds_reduced = _rates_of(recipe, unit), recipe.train.grad_reduce == "bf16"
     return ZeroAdamW(buckets, params, groups, world.device, recipe.train.optimizer, rates, rounds_reduced)
 
 
 def _build_sharded_optimizer(recipe: Recipe, unit: ShardedUnitRunner) -> UnitOptimizer:
     """Build the optimizer of a unit whose stages are sharded: a part for each mesh."""
-    rates = _unit_rates(recipe, unit.name)
+    rates = _rates_of(recipe, unit)
     params, tp_group = unit.parameter_specs(), unit.groups.tp
     gathered = list(unit.stages.values()) if unit.keeps_weights else []
     settings = recipe.train.optimizer
@@ -408,11 +409,9 @@ def _build_sharded_optimizer(recipe: Recipe, unit: ShardedUnitRunner) -> UnitOpt
     return parts[0] if len(parts) == 1 else JoinedOptimizers(parts)
 
 
-def _unit_rates(recipe: Recipe, unit: str) -> parameter_specs.UnitRates:
-    settings = recipe.model.unit(unit)
-    default = recipe.train.optimizer.weight_decay
-    weight_decay = default if settings.weight_decay is None else settings.weight_decay
-    return parameter_specs.UnitRates(settings.lr_scale, weight_decay)
+def _rates_of(recipe: Recipe, unit: UnitRunner) -> UnitRates:
+    stage = next(iter(unit.stages.values()))
+    return unit_rates(recipe, stage.shape, stage.factory.dtype)
 
 
 def _gradient_buckets(

@@ -256,7 +256,9 @@ def build_layer_profiler(
         groups,
         StageOptions(dtype, world.device, recipe.train.seed, recipe.train.attention, kernels=recipe.train.kernels),
     ).requires_grad_(True)
-    optimizer = build_unit_optimizer(recipe, UnitRunner(unit.name, {StageId(unit.name, 0): stage}, groups), world)
+    # Muon's part beside AdamW is modelled: it grows with the sides of matrices, not with their number of weights.
+    runner = UnitRunner(unit.name, {StageId(unit.name, 0): stage}, groups)
+    optimizer = build_unit_optimizer(_with_adamw(recipe), runner, world)
     return LayerProfiler(stage, optimizer, world, dtype)
 
 
@@ -354,3 +356,8 @@ def _run_backward(layer: LayerPass, gradients: list[Tensor | None]) -> None:
 
 def _tensors(state: Any) -> tuple[Tensor, ...]:
     return tuple(leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor))
+
+
+def _with_adamw(recipe: Recipe) -> Recipe:
+    optimizer = recipe.train.optimizer.model_copy(update={"kind": "adamw"})
+    return recipe.model_copy(update={"train": recipe.train.model_copy(update={"optimizer": optimizer})})

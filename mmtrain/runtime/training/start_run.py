@@ -182,9 +182,9 @@ def describe_changed_facts(before: Mapping[str, object], now: Mapping[str, objec
 
 _GROUPING_VERSION = "data.grouping_version"
 _GROUPING_VERSION_HINT = " (mmtrain groups the same samples into other steps now: continue with the mmtrain of then)"
-# Missing facts have a meaning: no LoRA; version 1 of a grouping method; `train.steps` instead of `train.epochs`.
+# Missing facts have a meaning: no LoRA; AdamW; version 1 of a grouping method; `train.steps` and not `train.epochs`.
 _WHOLE_EPOCHS = "train.epochs is set"
-_OPTIONAL_FACTS = ("train.lora", _GROUPING_VERSION, _WHOLE_EPOCHS)
+_OPTIONAL_FACTS = ("train.lora", "train.optimizer.kind", _GROUPING_VERSION, _WHOLE_EPOCHS)
 
 
 def _is_encoder_position(key: str) -> bool:

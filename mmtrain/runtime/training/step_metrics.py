@@ -142,6 +142,7 @@ class StepMetricsReducer:
             self._machine.overlap_slowdown,
             self._machine.rail_hop_s,
             grad_reduce=self._context.recipe.train.grad_reduce,
+            orthogonalizes=self._context.recipe.train.optimizer.kind == "muon",
         )
 
     def _work_of(self, stage: Stage) -> Hashable:

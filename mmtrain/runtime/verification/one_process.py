@@ -1,8 +1,9 @@
-"""Train without a plan: one process, one sample at a time, plain autograd and torch's own AdamW."""
+"""Train without a plan: one process, one sample at a time, plain autograd, and optimizers of whole tensors."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -11,13 +12,17 @@ from mmtrain.data.loading.batch_builder import StepData
 from mmtrain.models.build_stage import StageOptions, build_stage
 from mmtrain.models.megatron import ParallelGroups
 from mmtrain.models.megatron.selection_biases import SelectionBiases
+from mmtrain.models.optim.muon import AdamWBesideMuon
+from mmtrain.models.optim.orthogonal_update import orthogonal_update
+from mmtrain.models.optim.parameter_specs import UnitRates
 from mmtrain.models.shapes.model_shape import build_model_shape
 from mmtrain.models.stage.stage_inputs import TextInput
-from mmtrain.models.stage.stage_module import StageSpec
+from mmtrain.models.stage.stage_module import StageModule, StageSpec
 from mmtrain.program import LLM
 from mmtrain.recipe import Recipe
 from mmtrain.recipe.settings.modalities import GENERATOR
 from mmtrain.runtime.execution.unit_inputs import unit_inputs
+from mmtrain.runtime.execution.unit_rates import unit_rates
 
 LoadSample = Callable[[int], StepData]  # sample id -> the input of all units, with the sample as the only microbatch
 
@@ -36,7 +41,7 @@ class OneProcess:
         }
         self._stages = {name: [stage] for name, stage in stages.items()}
         self._units = nn.ModuleDict(stages)
-        self._adam = _build_adam(recipe, self._units)
+        self._optimizers = _build_optimizers(recipe, stages)
         moe = recipe.model.llm.moe
         self._biases: SelectionBiases | None = None
         if moe is not None and moe.selection_bias_rate:
@@ -66,7 +71,8 @@ class OneProcess:
         gradients = {
             name: param.grad.clone().cpu() for name, param in self._units.named_parameters() if param.grad is not None
         }
-        self._adam.step()
+        for step in self._optimizers:
+            step()
         if self._biases is not None:
             self._biases.step(torch.zeros((), device=next(self._units.parameters()).device))
         return loss, gradients
@@ -88,17 +94,38 @@ class OneProcess:
         return llm_loss * loss_scale[LLM] + drawing_loss * loss_scale[GENERATOR]
 
 
-def _build_adam(recipe: Recipe, units: nn.ModuleDict) -> torch.optim.AdamW:
-    """Build the optimizer: matrices decay, norms and biases do not; units may differ in rate and decay."""
+def _build_optimizers(recipe: Recipe, stages: Mapping[str, StageModule]) -> list[Callable[[], object]]:
+    """Return the steps of the optimizers: of AdamW, and of the Muon of each unit where it trains linears.
+
+    Matrices decay, norms and biases do not; units and layers may differ in rate and decay.
+    """
     settings = recipe.train.optimizer
     groups = []
-    for unit, module in units.items():
-        of_unit = recipe.model.unit(unit)
-        trained = [param for param in module.parameters() if param.requires_grad]
-        decay = settings.weight_decay if of_unit.weight_decay is None else of_unit.weight_decay
-        for params, weight_decay in (
-            ([param for param in trained if param.ndim > 1], decay),
-            ([param for param in trained if param.ndim <= 1], 0.0),
-        ):
-            groups.append({"params": params, "weight_decay": weight_decay, "lr": settings.lr * of_unit.lr_scale})
-    return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps)
+    steps: list[Callable[[], object]] = []
+    for unit, stage in stages.items():
+        rates = unit_rates(recipe, stage.shape, torch.float32)
+        names = {param: f"{unit}.{name}" for name, param in stage.named_parameters() if param.requires_grad}
+        groups += [{**group, "lr": settings.lr * group["lr_scale"]} for group in rates.groups(names)]
+        muon = [_WholeWeight(param, name, rates) for param, name in names.items() if name in rates.matrices]
+        steps += [partial(weight.step, settings.lr, settings.muon_momentum) for weight in muon]
+    adam = AdamWBesideMuon(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps)
+    return [adam.step, *steps]
+
+
+class _WholeWeight:
+    """A weight of a linear that one process trains by Muon."""
+
+    def __init__(self, weight: nn.Parameter, name: str, rates: UnitRates) -> None:
+        self._weight, self._matrices = weight, rates.matrices[name]
+        self._lr_scale, self._weight_decay = rates.lr_scale_of(name), rates.weight_decay
+        self._momentum = torch.zeros_like(weight)
+
+    @torch.no_grad()
+    def step(self, lr: float, decay_rate: float) -> None:
+        """Update the weight by its gradient."""
+        gradient = self._weight.grad
+        assert gradient is not None, "parameters that no sample reaches have a gradient of zero"
+        self._momentum.lerp_(gradient, 1 - decay_rate)
+        update = orthogonal_update(gradient.lerp(self._momentum, decay_rate), self._matrices)
+        rate = lr * self._lr_scale
+        self._weight.mul_(1 - rate * self._weight_decay).sub_(rate * update)
