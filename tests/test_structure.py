@@ -190,4 +190,4 @@ def test_a_test_lies_in_the_folder_of_a_room_that_it_uses(folder: Path) -> None:
 
 def test_every_folder_of_tests_is_of_a_room_or_of_whole_runs_or_scripts() -> None:
     folders = {path.name for path in TESTS.iterdir() if (path / "__init__.py").exists()}
-    assert folders - ROOMS == {"compatibility", "flow", "rehearsal", "scripts"}
+    assert folders - ROOMS == {"compatibility", "flow", "fuzz", "rehearsal", "scripts"}

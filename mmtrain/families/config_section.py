@@ -22,6 +22,11 @@ _WITHOUT_EFFECT = frozenset(
 )  # fmt: skip
 
 
+MAX_COUNT = 10_000  # of blocks and experts, which are described one by one
+MAX_SIZE = 1 << 40
+_COUNTED_ONE_BY_ONE = ("layers", "depth", "experts")
+
+
 class ConfigSection:
     """One mapping of a `config.json`. It collects what is wrong or not supported in `problems`."""
 
@@ -37,11 +42,12 @@ class ConfigSection:
         return bool(self._values)
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """Return a whole number of at least 1. Without a default the key must be there."""
+        """Return a whole number from 1 to what no model reaches. Without a default the key must be there."""
         value = self._value(key, default)
-        if type(value) is int and value >= 1:
+        limit = MAX_COUNT if key.endswith(_COUNTED_ONE_BY_ONE) else MAX_SIZE
+        if type(value) is int and 1 <= value <= limit:
             return value
-        self.reject(key, f"found {_json(value)}, allowed: a whole number of at least 1")
+        self.reject(key, f"found {_json(value)}, allowed: a whole number from 1 to {limit:,}")
         return 1
 
     def optional_integer(self, key: str, default: int | None = None) -> int | None:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
@@ -19,6 +20,7 @@ from mmtrain.families.folder_files import TOKENIZER_FILE, WEIGHT_FILES
 from mmtrain.families.model_folder import ModelFolder
 from mmtrain.families.processor_files import read_processor
 from mmtrain.recipe.settings.audio_settings import AudioSettings
+from mmtrain.recipe.settings.base import Section
 from mmtrain.recipe.settings.data_settings import ImageSettings
 from mmtrain.recipe.settings.vision_settings import VisionSettings
 from mmtrain.weights.folder_tensors import DTYPES, FolderTensors
@@ -26,6 +28,7 @@ from mmtrain.weights.match_tensors import match_tensors
 
 SHOWN_IMAGES = ((336, 336), (1280, 960), (3840, 2160))  # width x height in pixels
 # Unit -> what prepares its media, and the medium by which `read_processor` finds that.
+_SectionT = TypeVar("_SectionT", bound=Section)
 _PROCESSORS = {
     "vision": ("image processor", "image"),
     "audio": ("feature extractor", "audio"),
@@ -113,12 +116,12 @@ def _media_tokens(folder: ModelFolder) -> dict[str, float]:
     tokens: dict[str, float] = {}
     units = folder.settings.model
     if "vision" in units and "image" in folder.settings.data:
-        vision = VisionSettings.model_validate(units["vision"])
+        vision = _validated(VisionSettings, units["vision"], folder, "its vision encoder is not a possible one")
         image = _image_settings(folder)
         for width, height in SHOWN_IMAGES:
             tokens[f"image of {width} x {height}"] = count_image_features(width, height, vision, image)
     if "audio" in units:
-        audio = AudioSettings.model_validate(units["audio"])
+        audio = _validated(AudioSettings, units["audio"], folder, "its audio encoder is not a possible one")
         tokens["second of sound"] = SAMPLE_RATE_HZ / HOP_SAMPLES / audio.cells_per_feature
     return tokens
 
@@ -141,13 +144,17 @@ def _found_in(folder: ModelFolder, path: Path) -> dict[str, str | None]:
 
 
 def _image_settings(folder: ModelFolder) -> ImageSettings:
+    values = folder.data_settings("image")
+    return _validated(ImageSettings, values, folder, "no pictures can be prepared as its processor says")
+
+
+def _validated(kind: type[_SectionT], values: Mapping[str, Any], folder: ModelFolder, problem: str) -> _SectionT:
+    """Return settings that a folder stands for. Raises ModelFolderError, which begins with the problem."""
     try:
-        return ImageSettings.model_validate(folder.data_settings("image"))
+        return kind.model_validate(values)
     except ValidationError as error:
-        problems = "; ".join(f"{'.'.join(map(str, entry['loc']))}: {entry['msg']}" for entry in error.errors())
-        raise ModelFolderError(
-            f"{folder.path}: no pictures can be prepared as its processor says: {problems}"
-        ) from None
+        found = "; ".join(f"{'.'.join(map(str, entry['loc']))}: {entry['msg']}" for entry in error.errors())
+        raise ModelFolderError(f"{folder.path}: {problem}: {found}") from None
 
 
 def _text_problems(path: Path) -> tuple[str, ...]:

@@ -62,5 +62,5 @@ def test_folders(folders: list[Path], tmp_path: Path) -> None:
 
 @pytest.mark.slow  # two minutes
 def test_many_folders(folders: list[Path], tmp_path: Path) -> None:
-    for seed in range(100, 2000):
+    for seed in range(100, 1100):
         check(seed, folders, tmp_path)

@@ -487,10 +487,7 @@ def _any_of(tokens: Sequence[str]) -> re.Pattern[str]:
 
 def _added_around(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the special tokens that a tokenizer adds before and after any text, unless asked not to."""
-    try:
-        encoding = tokenizer.encode("a")
-    except Exception as error:  # the library has no type of its own
-        raise DataError(f"data.tokenizer: its vocabulary and settings do not fit together: {error}") from None
+    encoding = tokenizer.encode("a")
     places = [place for place, is_added in enumerate(encoding.special_tokens_mask) if not is_added]
     return tuple(encoding.ids[: places[0]]), tuple(encoding.ids[places[-1] + 1 :])
 

@@ -98,6 +98,7 @@ def read_tokenizer_folder(path: Path, model_folder: Path | None = None, has_proc
         stated = {name: token for name, token in tokenizer_class.default_tokens.items() if name not in config}
         named_tokens = stated | named_tokens
     _add_tokens(tokenizer, path, config, named_tokens)
+    _require_usable(tokenizer, path)
     templates = find_templates(path, has_processor)
     return TokenizerFolder(
         path,
@@ -108,6 +109,14 @@ def read_tokenizer_folder(path: Path, model_folder: Path | None = None, has_proc
         _end_ids(path, tokenizer, named_tokens),
         _media_tokens(model_config, model, tokenizer, named_tokens),
     )
+
+
+def _require_usable(tokenizer: Tokenizer, path: Path) -> None:
+    """Raise `DataError` for a tokenizer whose parts do not fit together: the library says so only when it encodes."""
+    try:
+        tokenizer.encode("a \u4e00 \U0001f600 \u0378")  # a character that no vocabulary has is among them
+    except Exception as error:  # the library has no type of its own
+        raise DataError(f"data.tokenizer: {path / TOKENIZER_FILE}: cannot encode a text: {error}") from None
 
 
 def tokenizer_sha256(path: Path, model_folder: Path | None = None) -> str:
