@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
-from mmtrain.cli.chat import printable
+from mmtrain.printed_text import escape_controls
 from mmtrain.weights.tiny_model import find_family_by_name, write_tiny_model
 from tests.runtime.models import evaluated, run_folder
 from tests.runtime.taught import Taught
@@ -67,8 +67,8 @@ def test_a_model_folder_answers_by_its_own_template(tmp_path: Path) -> None:
     assert done.stderr == ""
     expected = greedy_answer_of_transformers(folder, "How are you?")
     assert expected
-    assert done.stdout.startswith(f"{printable(expected)}\n")
-    assert len(done.stdout) > len(printable(expected)) + 1, "the picture's question is answered too"
+    assert done.stdout.startswith(f"{escape_controls(expected)}\n")
+    assert len(done.stdout) > len(escape_controls(expected)) + 1, "the picture's question is answered too"
 
 
 def greedy_answer_of_transformers(folder: Path, question: str) -> str:
