@@ -62,7 +62,7 @@ def export(
         bool, typer.Option("--public", help="Let everyone see a repository that --push creates. Default: private.")
     ] = False,
 ) -> None:
-    """Write a trained model as a folder of Hugging Face or torch DCP.
+    """Write a trained model for Hugging Face or torch DCP.
 
     transformers, vLLM and SGLang open it. Config, tokenizer and templates are those of the folder that the run started
     from (`model.hf`). A run from random weights gets those of a family that has its settings. An image generator is
