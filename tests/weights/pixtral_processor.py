@@ -28,12 +28,13 @@ def processor_class() -> Any:
 
 
 def open_processor(folder: Path) -> Any:
-    """Return the processor of a folder."""
-    from transformers import AutoImageProcessor, AutoTokenizer
+    """Return the processor of a folder, which resizes by Pillow: torchvision differs at sharp edges."""
+    from transformers import AutoTokenizer
 
+    for_pillow = importlib.import_module(f"{_MODELS}.image_processing_pil_pixtral")
     stated = json.loads((folder / "processor_config.json").read_text(encoding="utf-8"))
     return processor_class()(
-        AutoImageProcessor.from_pretrained(folder),
+        for_pillow.PixtralImageProcessorPil.from_pretrained(folder),
         AutoTokenizer.from_pretrained(folder),
         chat_template=(folder / "chat_template.jinja").read_text(encoding="utf-8"),
         **{key: stated[key] for key in _FILE_KEYS},

@@ -21,7 +21,7 @@ from mmtrain.models.stage.stage_inputs import EncoderInput, TextInput
 from mmtrain.weights.inspect_folder import inspect_folder
 from mmtrain.weights.tiny_model import write_tiny_model
 from tests.families.configs import write_config
-from tests.pixels import assert_same_pixels, normalized
+from tests.pixels import normalized
 from tests.plans import plan_recipe
 from tests.weights.comparison import (
     assert_equal_gradients,
@@ -183,7 +183,7 @@ def test_conversations_are_what_the_processor_makes_of_them(tmp_path: Path) -> N
             height, width = (int(side) for side in expected["image_sizes"][i])
             picture = torch.from_numpy(np.asarray(expected["pixel_values"][i]))[:, :height, :width]
             patches = normalized(decoder.patches("image", media, 0, 1, (height // 8, width // 8)), recipe.data.image)
-            assert_same_pixels(patches, patches_of(picture, 8).numpy())
+            assert np.abs(patches - patches_of(picture, 8).numpy()).max() <= 1e-4
             shapes.add((height, width))
     assert len(shapes) > 5
 
