@@ -38,7 +38,7 @@ FIRST = StepRequest(0, DP, ONE, EVERYTHING)
 
 
 class Clock:
-    """A clock that moves when it is told to, or when someone sleeps by it."""
+    """A clock that a test sets, and that moves when someone sleeps by it."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -195,7 +195,7 @@ def test_a_file_that_cannot_be_read_on_healthy_storage_is_tried_once_more_after_
     assert max(b - a for a, b in itertools.pairwise(reads.heartbeats_s)) <= 1, "a watcher would take it for stuck"
 
 
-def test_an_outage_is_waited_for_and_told(tmp_path: Path) -> None:
+def test_an_outage_is_waited_for_and_reported(tmp_path: Path) -> None:
     path = tmp_path / "away.png"
     reads = Reads(path, ["the server is away"] * 3)
     assert reads(failing(BAD, None)) == 5
@@ -249,7 +249,7 @@ def test_a_watch_tells_readers_that_are_stuck_from_those_whose_storage_is_away()
     assert watch.outage == "away, says the reader"
 
 
-def test_a_thread_that_blocks_is_told_of_within_a_minute_and_once() -> None:
+def test_a_thread_that_blocks_is_reported_within_a_minute_and_once() -> None:
     clock, notes, changes = Clock(), list[str](), list[str]()
     outages = ["", "server files is away", "server files is away", ""]
     report = OutageReport(notes.append, 3600.0, changes.append, clock)
@@ -262,7 +262,7 @@ def test_a_thread_that_blocks_is_told_of_within_a_minute_and_once() -> None:
     waits = "Training waits for it, 3600 s at most (data.storage_patience_s), and quarantines nothing"
     assert notes == [f"server files is away. {waits}", "storage is back after 62 s"]
     assert changes == ["server files is away", ""]
-    assert SLOW_READ_S + PROBE_TIMEOUT_S + 5 < 60, "a blocked read is told of within a minute"
+    assert SLOW_READ_S + PROBE_TIMEOUT_S + 5 < 60, "a blocked read is reported within a minute"
 
 
 class AwayStepBuilder(HangingStepBuilder):
