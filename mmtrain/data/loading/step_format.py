@@ -28,6 +28,8 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from mmtrain.foreign_json import parse_json
+
 DTYPES: dict[str, np.dtype[Any]] = {
     "uint8": np.dtype("u1"),
     "float32": np.dtype("<f4"),
@@ -235,8 +237,8 @@ def from_json(kind: type[T], text: str | bytes) -> T:
 
 def _parse_json(text: str | bytes) -> Any:
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
+        return parse_json(text)
+    except ValueError as error:
         raise WireError(f"not valid JSON: {error}") from None
 
 

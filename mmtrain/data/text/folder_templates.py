@@ -1,6 +1,5 @@
 """Find the chat templates of a Hugging Face folder, and which conversations each is for, as transformers does."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from mmtrain.families.folder_files import (
     TEMPLATE_JSON_FILE,
     TOKENIZER_CONFIG_FILE,
 )
+from mmtrain.foreign_json import parse_json
 
 _DEFAULT, _TOOL_USE = "default", "tool_use"  # names to which transformers gives a meaning, where a folder has several
 
@@ -125,10 +125,10 @@ def _read_text(file: Path) -> str:
 def read_json(file: Path) -> dict[str, Any]:
     """Return the object in a file of a folder; an empty one if there is no such file. Raises `DataError`."""
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = parse_json(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise DataError(f"data.tokenizer: {file} cannot be read: {error}") from None
     if not isinstance(content, dict):
         raise DataError(f"data.tokenizer: {file}: expected a JSON object, found {type(content).__name__}")

@@ -1,10 +1,10 @@
 """Read from the folder of a model how its answers are generated: what changes their tokens, and how many they have."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mmtrain.data.text.folder_templates import read_json
 from mmtrain.errors import DataError
 from mmtrain.families.folder_files import GENERATION_FILE
 
@@ -58,14 +58,7 @@ class GreedySettings:
 def read_greedy_settings(folder: Path) -> GreedySettings:
     """Read the settings of a folder. Raises `DataError`."""
     file = folder / GENERATION_FILE
-    try:
-        settings: Any = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return GreedySettings()
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"data.tokenizer: {file} cannot be read: {error}") from None
-    if not isinstance(settings, dict):
-        raise DataError(f"data.tokenizer: {file}: expected a JSON object, found {type(settings).__name__}")
+    settings = read_json(file)
     penalty = settings.get("repetition_penalty")
     suppressed = settings.get("suppress_tokens")
     is_number = isinstance(penalty, int | float) and not isinstance(penalty, bool) and penalty > 0
