@@ -5,12 +5,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 
 from mmtrain.checkpoint import Checkpoint, open_newest_good
 from mmtrain.checkpoint.tensor_pieces import ShardSpec
 from mmtrain.errors import MmtrainError
 from mmtrain.planning.whatif import plan_again
+from mmtrain.program import Forward
 from mmtrain.recipe import load_recipe
 from mmtrain.report import read_metrics
 from mmtrain.runtime.execution.fault_points import FaultPoints
@@ -19,7 +21,8 @@ from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER
 from mmtrain.runtime.training.train import start_training, train_rank
 from mmtrain.runtime.training.train_request import TrainRequest
 from mmtrain.runtime.world import Address
-from tests.distributed import fork_ranks
+from tests.distributed import RanksFailed, fork_ranks
+from tests.faults import FailAt
 from tests.plans import plan_recipe as planner
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "demo.yaml"
@@ -90,6 +93,21 @@ def launch_here(request: TrainRequest) -> tuple[int, str]:
     except MmtrainError as e:
         return e.exit_code, str(e)
     return 0, ""
+
+
+def kill_and_resume(data: Path, folder: Path, *changes: str) -> TrainRequest:
+    """Train a run unbroken, and once more with a kill in its fourth step and a resume; assert that both end alike.
+
+    Returns the request of the killed one.
+    """
+    unbroken, killed = (request_for(data, folder / name, *changes) for name in ("unbroken", "killed"))
+    assert run_all(unbroken, unbroken) == ["", ""]
+    with pytest.raises(RanksFailed, match="died without a word"):
+        run_all(killed, killed, faults=FailAt(0, 3, "kill", action=Forward))
+    resumed = replace(killed, resume=True)
+    assert run_all(resumed, resumed) == ["", ""]
+    assert_same_end(killed.run_dir, unbroken.run_dir)
+    return killed
 
 
 def tensors(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:

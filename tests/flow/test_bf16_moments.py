@@ -1,19 +1,15 @@
 """Runs whose optimizer keeps its moments in bf16: resumed and converted."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from mmtrain.checkpoint import open_newest_good
-from mmtrain.program import Forward
 from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER
 from mmtrain.runtime.training.start_run import describe_converted_moments
-from tests.distributed import RanksFailed
-from tests.faults import FailAt
 from tests.flow.cases import Mesh, plan, recipe
 from tests.flow.equality import assert_equals_one_process
-from tests.flow.runs import NUM_STEPS, assert_same_end, refuse, request_for, run_all
+from tests.flow.runs import NUM_STEPS, kill_and_resume, refuse, request_for, run_all
 
 BF16 = "train.optimizer.moments=bf16"
 
@@ -26,15 +22,7 @@ def moments_dtypes(run_dir: Path) -> set[str]:
 
 @pytest.mark.slow
 def test_a_killed_run_continues_bit_for_bit_and_moments_can_be_converted(data: Path, tmp_path: Path) -> None:
-    unbroken, killed = (
-        request_for(data, tmp_path / name, BF16, "train.deterministic=true") for name in ("unbroken", "killed")
-    )
-    assert run_all(unbroken, unbroken) == ["", ""]
-    with pytest.raises(RanksFailed, match="died without a word"):
-        run_all(killed, killed, faults=FailAt(0, 3, "kill", action=Forward))
-    resumed = replace(killed, resume=True)
-    assert run_all(resumed, resumed) == ["", ""]
-    assert_same_end(killed.run_dir, unbroken.run_dir)
+    killed = kill_and_resume(data, tmp_path, BF16, "train.deterministic=true")
     assert moments_dtypes(killed.run_dir) == {"bfloat16"}
     checkpoint = open_newest_good(killed.run_dir / CHECKPOINTS_FOLDER, refuse)
     assert describe_converted_moments(checkpoint, "bf16") is None

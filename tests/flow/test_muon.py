@@ -1,6 +1,5 @@
 """Muon under any plan trains as in one process, where the singular values of whole matrices are computed."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,16 +7,13 @@ import pytest
 
 from mmtrain.checkpoint import open_newest_good
 from mmtrain.planning import Plan
-from mmtrain.program import Forward
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER
-from tests.distributed import RanksFailed
-from tests.faults import FailAt
 from tests.flow.cases import AUDIO, FINE, RESAMPLED, Mesh, plan, recipe
 from tests.flow.cells import CELLS, Cell
 from tests.flow.equality import assert_equals_one_process
 from tests.flow.orders import PIPELINE, TOGETHER
-from tests.flow.runs import NUM_STEPS, REPLICATED, assert_same_end, refuse, request_for, run_all
+from tests.flow.runs import NUM_STEPS, REPLICATED, kill_and_resume, refuse, request_for, run_all
 from tests.flow.test_delta_nets import DELTA
 from tests.flow.test_elastic import assert_same_course
 from tests.flow.test_mixtures import SHARED, SIX_EXPERTS
@@ -132,13 +128,7 @@ def test_cells_train_by_muon_as_in_one_process(cell: Cell) -> None:
 @pytest.mark.parametrize("placement", [(), REPLICATED], ids=["disaggregated", "replicated"])
 def test_a_killed_run_continues_bit_for_bit(data: Path, tmp_path: Path, placement: tuple[str, ...]) -> None:
     changes = ("train.optimizer.kind=muon", "train.deterministic=true", *placement)
-    unbroken, killed = (request_for(data, tmp_path / name, *changes) for name in ("unbroken", "killed"))
-    assert run_all(unbroken, unbroken) == ["", ""]
-    with pytest.raises(RanksFailed, match="died without a word"):
-        run_all(killed, killed, faults=FailAt(0, 3, "kill", action=Forward))
-    resumed = replace(killed, resume=True)
-    assert run_all(resumed, resumed) == ["", ""]
-    assert_same_end(killed.run_dir, unbroken.run_dir)
+    killed = kill_and_resume(data, tmp_path, *changes)
     checkpoint = open_newest_good(killed.run_dir / CHECKPOINTS_FOLDER, refuse)
     block = [name.removeprefix("llm.layers.1.") for name in checkpoint.names() if name.startswith("llm.layers.1.")]
     linear, norm = "mlp.linear_fc1.weight", "pre_mlp_layernorm.weight"
