@@ -27,12 +27,11 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from torch import Tensor
+import torch.distributed as dist
 
 from mmtrain.costs.cost_table import CostTable, MessageEntry
 from mmtrain.data import BatchBuilder, GroupStream, build_index
 from mmtrain.data.synthetic.demo import generate_demo
-from mmtrain.models.megatron import experts
 from mmtrain.planning import Plan
 from mmtrain.planning.artifact.balancing_targets import derive_step_targets
 from mmtrain.planning.evaluate.simulate_plan import simulate_plan
@@ -183,17 +182,17 @@ def _run_rank(recipe: Recipe, chosen: Plan, num_steps: int, file: Path, address:
 @contextmanager
 def _marks() -> Iterator[list[float]]:
     """Give processor seconds of this thread at the borders of actions and at all-to-alls, in which ranks meet."""
-    run, all_to_all, marks = Executor._run, experts._all_to_all, [time.thread_time()]
+    run, all_to_all, marks = Executor._run, dist.all_to_all_single, [time.thread_time()]
 
     def timed(executor: Executor, action: Any) -> None:
         run(executor, action)
         marks.append(time.thread_time())
 
-    def met(rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
+    def met(*arguments: Any, **options: Any) -> Any:
         marks.append(time.thread_time())
-        return all_to_all(rows, sent, received, group)
+        return all_to_all(*arguments, **options)
 
-    with patch.object(Executor, "_run", timed), patch.object(experts, "_all_to_all", met):
+    with patch.object(Executor, "_run", timed), patch.object(dist, "all_to_all_single", met):
         yield marks
 
 
