@@ -143,6 +143,7 @@ def with_faster_activations(evaluator: Evaluator, found: SearchResults) -> Evalu
     if not any(unit.num_recomputed for unit in found.best.layout.units.values()):
         return None
     again.request.say("trying activation functions that run again")
+    evaluator.layer_costs.forget_times()  # two searches would keep as many, of which this one now needs few
     loads, known_schedules = evaluator.layer_costs.loads, evaluator.known_schedules
     running_again = next(variants_of(again, evaluator.budget, loads, known_schedules))
     limit_s = found.fastest_s / AS_FAST_RATIO
