@@ -535,7 +535,9 @@ class AnalyticCosts:
 
     def _launches(self, layer: LayerShape, tp: int, direction: PassDirection) -> float:
         num_kernels = FORWARD_KERNELS[layer.kind] + 2 * int(layer.post_norms) + int(layer.adds_carried)
-        num_kernels += 2 * int(isinstance(layer.mixer, Attention) and layer.mixer.qk_norm)
+        num_kernels += int(layer.output_scale)
+        if isinstance(layer.mixer, Attention):
+            num_kernels += 2 * int(layer.mixer.qk_norm) + int(layer.mixer.value_norm)
         if layer.kind == "projector":
             num_kernels *= 1 + layer.carried_in
         if layer.kind == "vit_block":  # blocks of a decoder are counted with rotation and gate
@@ -559,7 +561,7 @@ class AnalyticCosts:
         """Return the seconds in which a block with fewer KV heads than ranks gathers its QKV projections."""
         if not isinstance(layer.mixer, Attention) or layer.mixer.kv_heads >= tp:
             return 0.0
-        width = layer.mixer.inner_width + layer.mixer.kv_width
+        width = layer.mixer.inner_width + layer.mixer.kv_outputs
         return self.collective("all_gather", load.tokens * width * self.element_bytes, GroupLayout(tp))
 
     def _tp_reduce(self, layer: LayerShape, tp: int, load: TokenLoad, direction: PassDirection = "forward") -> float:

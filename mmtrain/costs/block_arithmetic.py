@@ -96,14 +96,16 @@ class AttentionArithmetic:
         """
         attention = self.attention
         inner, kv_width, num_heads = attention.inner_width, attention.kv_width, attention.heads + attention.kv_heads
-        # Queries apart from keys and values, if these are fewer; with a norm over all heads both outputs.
-        head_norms = inner if attention.qk_norm and attention.kv_heads < attention.heads else 0
+        # Queries apart from keys and values, if these are fewer; those of one KV head lie together anyway. With a norm
+        # over all heads both outputs.
+        head_norms = inner if attention.qk_norm and tp < attention.kv_heads < attention.heads else 0
         head_norm_inputs = (inner + kv_width // 2) * int(attention.qk_norm)
         head_norms += 2 * (inner + kv_width // 2) * int(attention.joint_qk_norm)
         gathered = (tp - 1) * attention.first_width if attention.kv_heads < tp else 0  # keys and values of all ranks
         image_rows = 2 * inner if attention.image_spans else 0  # queries and outputs of the second pass
         fixed_bytes = FP32_BYTES * (self.num_passes * attention.heads // tp)  # of each head's softmax
         fixed_bytes += FP32_BYTES * (num_heads // tp) * int(attention.qk_norm)
+        fixed_bytes += FP32_BYTES * (attention.kv_heads // tp) * int(attention.value_norm)
         fixed_bytes += 4 * (inner + kv_width // 2) // tp if attention.joint_qk_norm else 0
         # Their inputs lie beside values, or gates, in one tensor.
         fixed_bytes += fp32_norm_bytes(self.layer, element_bytes, head_norm_inputs // tp, keeps_input=True)
@@ -124,11 +126,12 @@ class AttentionArithmetic:
         """
         attention = self.attention
         inner, keys = attention.inner_width, attention.kv_width // 2
-        of_heads = inner + 2 * keys
+        of_linear = inner + attention.kv_outputs
         if sorts_sequences and not load.exchanged:
-            of_heads *= 1 + int(attention.qk_norm) + int(attention.image_spans)
+            of_heads = inner + 2 * keys + of_linear * (int(attention.qk_norm) + int(attention.image_spans))
         else:
-            of_heads += (inner + keys) * int(attention.rotates)
+            of_heads = of_linear + (inner + keys) * int(attention.rotates)
+            of_heads += keys * int(attention.value_norm or attention.keys_as_values)  # values apart from the linear's
         return of_heads + inner * (1 + int(joins_attention_output(load, sorts_sequences)))
 
     def read_by_weight_gradients(self, tp: int, joins_output: bool) -> dict[str, int]:
@@ -158,7 +161,8 @@ class AttentionArithmetic:
         attention = self.attention
         passes = int(attention.rotates) + int(attention.qk_norm or attention.joint_qk_norm)
         gates = 5 * attention.inner_width * int(attention.output_gate)
-        return 2 * passes * (attention.heads + attention.kv_heads) * attention.head_dim + gates
+        values = attention.kv_width * int(attention.value_norm)
+        return 2 * passes * (attention.heads + attention.kv_heads) * attention.head_dim + gates + values
 
 
 class DenseMlpArithmetic:

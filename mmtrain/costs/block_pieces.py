@@ -169,4 +169,6 @@ def _elements(layer: LayerShape, tp: int) -> list[float]:
         widths[ADD] += 2
     if layer.adds_carried:
         widths[ADD] += 3
+    if layer.output_scale:
+        widths[ADD] += 2
     return [split.get(piece, widths.get(piece, 0) * layer.hidden) for piece in range(len(BLOCK_PIECES))]

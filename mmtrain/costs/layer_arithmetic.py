@@ -263,6 +263,7 @@ def _num_weights(layer: LayerShape, tp: int) -> int:
         case "vit_block" | "decoder_block":
             mixer, mlp = mixer_arithmetic(layer).num_parameters(), mlp_arithmetic(layer).num_parameters()
             whole = num_norms(layer) * norm + 2 * int(layer.layer_scale) * h + mixer.whole + mlp.whole
+            whole += int(layer.output_scale)
             return (mixer.divided + mlp.divided) // tp + whole
         case "projector":
             width, whole = merged_width(layer), extra + int(layer.projector.newline) * layer.out
@@ -434,7 +435,7 @@ def elementwise_elements(layer: LayerShape, load: TokenLoad, tp: int = 1) -> int
         case "vit_block" | "decoder_block":
             divided = mixer_arithmetic(layer).elementwise_width + mlp_arithmetic(layer).elementwise_width
             residual = 10 * h + (4 * h if layer.layer_scale or layer.post_norms else 0)
-            residual += 3 * h * int(layer.adds_carried)
+            residual += 3 * h * int(layer.adds_carried) + 2 * h * int(layer.output_scale)
             return t * (residual + divided // tp)
         case "projector":
             joins = 2 * feature_rows(layer, load) * layer.out_width if layer.carried_in else 0
@@ -455,7 +456,7 @@ def elementwise_elements(layer: LayerShape, load: TokenLoad, tp: int = 1) -> int
 
 def softmax_elements(layer: LayerShape, load: TokenLoad, tp: int = 1) -> int:
     """Return how many numbers the softmax of a head's logits moves in forward."""
-    return load.num_targets * (8 * layer.vocab // tp)
+    return load.num_targets * ((8 + 2 * layer.caps_logits) * layer.vocab // tp)
 
 
 def activation_function_elements(layer: LayerShape, load: TokenLoad, tp: int = 1) -> int:

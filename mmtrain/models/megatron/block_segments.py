@@ -234,7 +234,8 @@ def _activate_again_in_backward(
 
 
 def _add(block: Any, packing: PackedSequences, hidden: Tensor, x: Tensor) -> BlockState:
-    return (add_to_residual(block.mlp_bda, (x, _last_of_mlp(block).late_bias), hidden).squeeze(1),)
+    out = add_to_residual(block.mlp_bda, (x, _last_of_mlp(block).late_bias), hidden).squeeze(1)
+    return (out if block.output_scale is None else out * block.output_scale,)
 
 
 _PIECES: tuple[Callable[..., BlockState], ...] = (_norm, _qkv, _attention, _projection, _norm_mlp, _up, _down, _add)

@@ -17,13 +17,12 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import ColumnParallelLinear, VocabParallelEmbedding
 from megatron.core.tensor_parallel.mappings import (
-    all_gather_last_dim_from_tensor_parallel_region,
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
     scatter_to_sequence_parallel_region,
 )
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -40,6 +39,7 @@ from mmtrain.models.megatron.block_parts import JointHeadNorm, NormedAdd, Scaled
 from mmtrain.models.megatron.block_segments import run_block
 from mmtrain.models.megatron.delta_net import DeltaNetMixer
 from mmtrain.models.megatron.experts import ExpertMlp
+from mmtrain.models.megatron.grouped_attention import GroupedAttention
 from mmtrain.models.megatron.lora import ColumnLinear, RowLinear, add_adapter
 from mmtrain.models.megatron.parallel_groups import ParallelGroups
 from mmtrain.models.shapes.layer_shape import Attention, LayerShape, LoraShape, Mixer, Mlp, MoeMlp, is_of_expert
@@ -122,48 +122,6 @@ class PackedAttention(nn.Module):
         return attend(q, k, v, packing.layout, options)
 
 
-class GroupedAttention(SelfAttention):  # type: ignore[misc]  # Megatron-core has no types
-    """Self-attention that also runs on more tensor-parallel ranks than there are KV heads.
-
-    Every rank holds an equal share of the rows [q heads, their gates, k, v] x KV heads of `linear_qkv`. If a KV head is
-    spread over several ranks, they gather their projections, and each rank takes its queries and gates, and the keys
-    and values that these need. Megatron-core does the same, but only over its global process group.
-    """
-
-    @property
-    def first_linear(self) -> nn.Module:
-        """Return the linear that reads the block's normalized hidden states."""
-        return cast(nn.Module, self.linear_qkv)
-
-    def project(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Compute of (T, 1, hidden) what `mix` reads: queries, keys and values, and gates of the output if it has any.
-
-        Queries and gates are (T, 1, heads, d), keys and values (T, 1, kv heads, d), of this rank.
-        """
-        kv_heads, tp, is_gated = self.config.num_query_groups, self.world_size, self.config.attention_output_gate
-        if kv_heads >= tp:
-            return cast(tuple[Tensor, ...], self.get_query_key_value_tensors(x, output_gate=is_gated))
-        shard = self.linear_qkv(x)[0]
-        qkv = all_gather_last_dim_from_tensor_parallel_region(shard, group=self.tp_group)
-        kv_head, rank_in_head = divmod(self.tp_group.rank(), tp // kv_heads)
-        heads = qkv.unflatten(-1, (kv_heads, -1, self.hidden_size_per_attention_head))[:, :, kv_head]
-        num_queries = self.config.num_attention_heads // tp
-        queries = heads.narrow(2, rank_in_head * num_queries, num_queries)
-        keys, values = heads[:, :, -2:-1], heads[:, :, -1:]
-        if self.q_layernorm is not None:
-            queries, keys = self.q_layernorm(queries), self.k_layernorm(keys)
-        if not is_gated:
-            return queries, keys, values
-        first_gate = self.config.num_attention_heads // kv_heads + rank_in_head * num_queries
-        return queries, keys, values, heads.narrow(2, first_gate, num_queries)
-
-    def mix(self, packing: PackedSequences, q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None = None) -> Tensor:
-        """Attend, and multiply what that makes by the sigmoid of the gates: (T, 1, width of this rank's heads)."""
-        out: Tensor = self.core_attention(q.squeeze(1), k.squeeze(1), v.squeeze(1), None, packed_seq_params=packing)
-        out = out.reshape(len(out), 1, -1)
-        return out if gates is None else out * gates.flatten(2).sigmoid()
-
-
 class PackedTransformerBlock(TransformerLayer):  # type: ignore[misc]  # Megatron-core has no types
     """One pre-norm transformer block on packed tokens, of Megatron-core's modules."""
 
@@ -175,6 +133,7 @@ class PackedTransformerBlock(TransformerLayer):  # type: ignore[misc]  # Megatro
         fused_kernels: bool,
         recomputes_activation: bool,
         chunks_mlp: bool,
+        has_scale: bool,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
@@ -183,6 +142,7 @@ class PackedTransformerBlock(TransformerLayer):  # type: ignore[misc]  # Megatro
         self.chunks_mlp = chunks_mlp
         self.activation = activation
         self.is_gated = is_gated
+        self.output_scale = nn.Parameter(torch.ones(1, dtype=self.config.params_dtype)) if has_scale else None
         if not isinstance(self.mlp, ExpertMlp):
             self.mlp.linear_fc1.skip_bias_add = False  # its GEMM adds the bias
 
@@ -288,15 +248,16 @@ class LayerFactory:
         """Return the unit's process groups for Megatron-core."""
         return self.groups.collection()
 
-    def transformer_block(
-        self, mixer: Mixer, mlp: Mlp, recomputes_activation: bool = False, chunks_mlp: bool = False
-    ) -> nn.Module:
+    def transformer_block(self, shape: LayerShape, chunks_mlp: bool = False) -> nn.Module:
         """Build one `PackedTransformerBlock`: mixer and MLP with residual connections.
 
-        mixer, mlp: those of the block; blocks of a unit may differ in them.
-        recomputes_activation: keep no output of the MLP's activation function: see `block_segments`.
+        shape: that of the block; blocks of a unit may differ in mixers and MLPs. Where it says so, the block keeps no
+            output of the MLP's activation function: see `block_segments`.
         chunks_mlp: compute the MLP of many tokens in chunks, for a block that is recomputed: see `chunked_mlp`.
         """
+        mixer, mlp = shape.mixer, shape.mlp
+        assert mixer is not None, "blocks have a mixer"
+        assert mlp is not None, "blocks have an MLP"
         add_output: Any = get_bias_dropout_add
         if self.block.post_norms:
             build_norm = partial(self.norm, self.block.hidden, on_sequence_shards=True)
@@ -311,15 +272,19 @@ class LayerFactory:
             mlp=self._mlp_spec(mlp),
             mlp_bda=add_output,
         )
+        config = replace(self.sequence_parallel_config, ffn_hidden_size=mlp.ffn, gated_linear_unit=mlp.gated)
+        if isinstance(mixer, Attention):
+            config = replace(config, num_query_groups=mixer.kv_heads, kv_channels=mixer.head_dim)
         layer = PackedTransformerBlock(
-            replace(self.sequence_parallel_config, ffn_hidden_size=mlp.ffn, gated_linear_unit=mlp.gated),
+            config,
             spec,
             pg_collection=self.collection,
             activation=self.activation,
             is_gated=mlp.gated,
             fused_kernels=self.fused_kernels,
-            recomputes_activation=recomputes_activation,
+            recomputes_activation=shape.recomputes_activation,
             chunks_mlp=chunks_mlp,
+            has_scale=shape.output_scale,
         )
         self._mark_shards(layer, mlp)
         if self.groups.tp_size > 1:
@@ -329,7 +294,7 @@ class LayerFactory:
     def _mixer_spec(self, mixer: Mixer) -> Any:
         """Say to Megatron-core how to build a block's mixer."""
         if isinstance(mixer, Attention):
-            return self._attention_spec(self.block.attention)
+            return self._attention_spec(mixer)
         shape, groups = mixer, self.groups
         norm_config = replace(self.config, normalization="RMSNorm", layernorm_zero_centered_gamma=False)
 
@@ -347,7 +312,8 @@ class LayerFactory:
 
         def build_qkv(*args: Any, bias: bool, **kwargs: Any) -> nn.Module:
             # Megatron-core gives qkv a bias whenever the other linears have one; here it is a setting of its own.
-            linear = ColumnLinear(*args, bias=attention.qkv_bias, **kwargs)
+            inputs, _, *others = args  # those of Megatron-core's linear always have both keys and values
+            linear = ColumnLinear(inputs, attention.first_width, *others, bias=attention.qkv_bias, **kwargs)
             if attention.qkv_bias and not attention.key_bias:
                 linear.bias_mask = self._mask_without_keys(linear.bias)
             return cast(nn.Module, linear)
@@ -358,7 +324,10 @@ class LayerFactory:
 
         return ModuleSpec(
             module=GroupedAttention,
-            params={"attn_mask_type": AttnMaskType.causal if attention.causal else AttnMaskType.no_mask},
+            params={
+                "shape": attention,
+                "attn_mask_type": AttnMaskType.causal if attention.causal else AttnMaskType.no_mask,
+            },
             submodules=SelfAttentionSubmodules(
                 linear_qkv=build_qkv,
                 core_attention=build_core_attention,
@@ -512,9 +481,11 @@ class LayerFactory:
         rows: Tensor = gather_from_sequence_parallel_region(shard, group=self.groups.tp)
         return rows
 
-    def losses_of_targets(self, hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
+    def losses_of_targets(
+        self, hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, logit_cap: float | None = None
+    ) -> Tensor:
         """Return the cross-entropy (N,) of rows (N, hidden) against their targets; see `vocab_parallel_losses`."""
-        return vocab_parallel_losses(hidden, weight, targets, vocab_size, self.groups.tp)
+        return vocab_parallel_losses(hidden, weight, targets, vocab_size, self.groups.tp, logit_cap)
 
     def gather_vocab(self, logits: Tensor) -> Tensor:
         """Gather the logits (T, vocab / tp) of all ranks of the TP group into (T, vocab)."""

@@ -16,9 +16,11 @@ from mmtrain.models.shapes.generator_shapes import generator_parameters
 from mmtrain.models.shapes.layer_shape import (
     EXPERT_LINEARS,
     MERGE_LINEAR,
+    OUTPUT_SCALE,
     PROJECTOR_KINDS,
     ROUTER,
     SELECTION_BIAS,
+    WITHOUT_GRADIENT,
     Attention,
     DenseMlp,
     GatedDeltaNet,
@@ -172,6 +174,8 @@ def _block_parameters(layer: LayerShape) -> Iterator[str]:
             yield from (f"{linear}.weight" for linear in mlp.linears)
             if mlp.router.has_bias:
                 yield SELECTION_BIAS
+    if layer.output_scale:
+        yield OUTPUT_SCALE
 
 
 def _with_adapters(layer: LayerShape, prefix: str, adapted: set[str], settings: LoraSettings) -> LayerShape:
@@ -285,7 +289,7 @@ def _is_frozen_by_flag(layer: LayerShape, settings: AnyUnitSettings, name: str) 
     """
     if isinstance(settings, AudioSettings) and settings.positions == "fixed" and name == "positions":
         return True
-    if name == SELECTION_BIAS:  # it has no gradient; see `_with_bias_updates`
+    if name in WITHOUT_GRADIENT:  # a bias has no gradient; see `_with_bias_updates`
         return True
     if layer.kind in PROJECTOR_KINDS and not name.startswith("post_norm."):
         assert isinstance(settings, EncoderSettings)

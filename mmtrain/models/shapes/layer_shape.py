@@ -39,6 +39,8 @@ BLOCK_KINDS = ("vit_block", "decoder_block")
 ROUTER = "mlp.router"  # the linear of a mixture of experts that scores all experts for each token
 SELECTION_BIAS = f"{ROUTER}.selection.bias"  # its parameter that is added to scores where experts are chosen
 EXPERT_LINEARS = ("linear_fc1", "linear_fc2")  # of each expert
+OUTPUT_SCALE = "output_scale"  # parameter of a block that its output is multiplied by; it does not train
+WITHOUT_GRADIENT = (SELECTION_BIAS, OUTPUT_SCALE)  # parameters that no loss trains
 SHARED_EXPERT, SHARED_GATE = "mlp.shared", "mlp.shared_gate"
 # Last layers of encoders. A resampler attends instead of merging tokens; a merger has a convolution and a gated MLP.
 PROJECTOR_KINDS = ("projector", "resampler", "merger")
@@ -119,6 +121,8 @@ class Attention:
     qk_norm: bool = False  # norms over each head of queries and of keys
     joint_qk_norm: bool = False  # RMS norms over all heads of queries together, and of keys
     output_gate: bool = False  # the output is multiplied by the sigmoid of features that the first linear makes
+    value_norm: bool = False  # norms without weights over each head of values
+    keys_as_values: bool = False  # values are what keys are made of
 
     @property
     def linears(self) -> tuple[str, ...]:
@@ -128,12 +132,17 @@ class Attention:
     @property
     def divided_widths(self) -> tuple[int, ...]:
         """Return the widths that tensor parallelism divides."""
-        return self.heads, self.kv_width
+        return self.heads, self.kv_outputs
 
     @property
     def first_width(self) -> int:
         """Return the outputs of the first linear: queries and their gates, keys and values."""
-        return self.inner_width * (1 + self.output_gate) + self.kv_width
+        return self.inner_width * (1 + self.output_gate) + self.kv_outputs
+
+    @property
+    def kv_outputs(self) -> int:
+        """Return the outputs of the first linear that keys and values are made of."""
+        return self.kv_width // 2 if self.keys_as_values else self.kv_width
 
     @property
     def inner_width(self) -> int:
@@ -358,6 +367,8 @@ class LayerShape:
     post_norms: bool = False  # norms over the outputs of mixer and MLP
     zero_centered_norms: bool = False  # RMS norms that multiply by 1 + weight, in fp32
     layer_scale: bool = False  # outputs of mixer and MLP are multiplied by a vector each
+    output_scale: bool = False  # the block's output is multiplied by one number, which does not train
+    caps_logits: bool = False  # head: logits pass a hyperbolic tangent
     norm_widths: tuple[int, ...] = ()  # patch_embed, projector: widths of their norms
     carried_in: int = 0  # tensors of width `hidden` that travel beside the hidden states into the layer (DeepStack)
     carried_out: int = 0  # tensors of width `out` that leave it so
@@ -492,9 +503,10 @@ def joint_linears(layer: LayerShape) -> dict[str, LinearParts]:
     joint = {}
     if isinstance(layer.mixer, Attention):
         attention = layer.mixer
-        queries = attention.first_width // attention.kv_heads - 2 * attention.head_dim
-        names = tuple(f"self_attention.linear_{part}" for part in "qkv")
-        joint[attention.linears[0]] = LinearParts(names, (queries, attention.head_dim, attention.head_dim))
+        queries = attention.inner_width * (1 + attention.output_gate) // attention.kv_heads
+        sizes = (queries, *(attention.head_dim,) * (attention.kv_outputs // (attention.kv_heads * attention.head_dim)))
+        names = tuple(f"self_attention.linear_{part}" for part in "qkv"[: len(sizes)])
+        joint[attention.linears[0]] = LinearParts(names, sizes)
     mlp = layer.mlp
     if isinstance(mlp, DenseMlp) and mlp.gated:
         names = (f"{mlp.linears[0]}_gate", f"{mlp.linears[0]}_up")

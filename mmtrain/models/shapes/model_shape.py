@@ -207,6 +207,7 @@ def _llm_layers(settings: LlmSettings, num_added: int, num_queries: int) -> tupl
         qkv_bias=settings.qkv_bias,
         qk_norm=settings.qk_norm,
         output_gate=settings.attention_gate,
+        value_norm=settings.value_norm,
     )
     block = LayerShape(
         "decoder_block",
@@ -217,8 +218,13 @@ def _llm_layers(settings: LlmSettings, num_added: int, num_queries: int) -> tupl
         rms_norm=True,
         post_norms=settings.post_norms,
         zero_centered_norms=settings.zero_centered_norms,
+        output_scale=settings.block_scales,
     )
     other = replace(block, mixer=_limited_mixer(settings, attention))
+    if (full := settings.full_attention) is not None:
+        kv_heads = full.kv_heads or attention.kv_heads
+        of_full = replace(attention, kv_heads=kv_heads, head_dim=full.head_dim, keys_as_values=full.keys_as_values)
+        block = replace(block, mixer=of_full)
     blocks = [block if i in settings.full_attention_blocks else other for i in range(settings.layers)]
     if (moe := settings.moe) is not None:
         mixture = _mixture(moe)
@@ -232,6 +238,7 @@ def _llm_layers(settings: LlmSettings, num_added: int, num_queries: int) -> tupl
         vocab=vocab,
         rms_norm=True,
         zero_centered_norms=settings.zero_centered_norms,
+        caps_logits=settings.logit_cap is not None,
     )
     return (embedding, *blocks, head)
 

@@ -61,7 +61,7 @@ def _mixer_matrices(layer: LayerShape) -> NamedMatrices:
         case Attention():
             queries = mixer.inner_width // mixer.kv_heads
             gates = (queries,) * mixer.output_gate
-            widths = (queries, *gates, mixer.head_dim, mixer.head_dim)
+            widths = (queries, *gates, *(mixer.head_dim,) * (1 if mixer.keys_as_values else 2))
             num_groups = mixer.kv_heads
         case GatedDeltaNet():
             ratio = mixer.value_heads // mixer.key_heads

@@ -35,7 +35,7 @@ class TextContext:
     inputs: TextInput
     features: Mapping[str, Tensor]  # encoder unit -> (F, hidden)
     settings: LlmSettings
-    head_dim: int
+    head_dim: int  # of blocks with a window, where others have another
     dtype: torch.dtype
     device: torch.device
     cp_group: dist.ProcessGroup | None = None  # of the ranks that share the sequences, where the input has a share
@@ -46,6 +46,8 @@ class TextContext:
         """Sequences with rotary positions: those of the input, or from 0, or from where the cached tokens end."""
         turning = self.settings.rope_width
         rotation = Rotation(self.head_dim, self.settings.rope_base, self.settings.rope_scaling, turning)
+        if (full := self.settings.full_attention) is not None:
+            rotation = rotation._replace(width=full.head_dim, turning=full.rope_width, as_whole_head=True)
         sections, position_ids = self.settings.rope_sections, self.inputs.position_ids
         if sections is None or position_ids is None:  # in text alone the three positions are one
             rope = self._rotate(rotation)
@@ -129,16 +131,17 @@ class TextContext:
         """Each sequence is one, in every block; some blocks attend inside a sliding window."""
         if not isinstance(layer.mixer, Attention) or not layer.mixer.window:
             return self.packing
-        has_own_rotation = self.settings.window_rope_base is not None
+        has_own_rotation = self.settings.window_rope_base is not None or self.settings.full_attention is not None
         rope = self._window_rope if has_own_rotation else self.packing.rope
         return replace(self.packing, rope=rope, window=layer.mixer.window)
 
     @cached_property
     def _window_rope(self) -> RotaryTables:
-        """Rotary positions of blocks with a window, where they have a base of their own."""
-        base = self.settings.window_rope_base
-        assert base is not None, "`block_packing` asks for it only then"
-        return self._rotate(Rotation(self.head_dim, base, turning=self.settings.rope_width))
+        """Rotary positions of blocks with a window, where they have a base or a width of heads of their own."""
+        base, scaling = self.settings.window_rope_base, None
+        if base is None:
+            base, scaling = self.settings.rope_base, self.settings.rope_scaling
+        return self._rotate(Rotation(self.head_dim, base, scaling, turning=self.settings.rope_width))
 
 
 def rotary_axes(sections: tuple[int, ...], interleaved: bool) -> list[int]:
@@ -225,14 +228,22 @@ def _sum_by_source(losses: Tensor, inputs: TextInput) -> Tensor:
 class Head(nn.Module):
     """Last norm, projection to the vocabulary, and the loss."""
 
-    def __init__(self, shape: LayerShape, factory: "LayerFactory", vocab_size: int, tied: Embedding | None) -> None:
+    def __init__(
+        self,
+        shape: LayerShape,
+        factory: "LayerFactory",
+        vocab_size: int,
+        tied: Embedding | None,
+        logit_cap: float | None = None,
+    ) -> None:
         """Build the layer for a vocabulary of `vocab_size`; `shape.vocab` is larger if it is padded.
 
-        tied: the embedding whose matrix it uses, if the model ties them.
+        tied: the embedding whose matrix it uses, if the model ties them. logit_cap: see `LlmSettings`.
         """
         super().__init__()
         self.vocab_size = vocab_size
         self.factory = factory
+        self.logit_cap = logit_cap
         self.norm = factory.norm(shape.hidden, on_sequence_shards=True)
         self.output = factory.vocab_linear(shape.hidden, shape.vocab, own_weight=tied is None)
         # In a tuple, so that torch does not list the tied weight under this module too.
@@ -265,7 +276,8 @@ class Head(nn.Module):
         normed = self._rows_with_targets(hidden, normed_shard, rows)
         (tied,) = self._tied
         weight: Tensor = self.output.weight if tied is None else tied.table.weight  # type: ignore[assignment]
-        losses = self.factory.losses_of_targets(normed, weight, labels.index_select(0, rows), self.vocab_size)
+        targets = labels.index_select(0, rows)
+        losses = self.factory.losses_of_targets(normed, weight, targets, self.vocab_size, self.logit_cap)
         return _sum_by_source(losses, context.inputs)
 
     def _rows_with_targets(self, hidden: Tensor, normed_shard: Tensor | None, rows: Tensor) -> Tensor:
@@ -291,4 +303,4 @@ class Head(nn.Module):
         (tied,) = self._tied
         weight = None if tied is None else tied.table.weight
         logits: Tensor = self.output(self.norm(hidden), weight=weight)[0]
-        return logits
+        return logits if self.logit_cap is None else self.logit_cap * torch.tanh(logits / self.logit_cap)

@@ -209,9 +209,9 @@ class StageModule(nn.Module):
         features = features or {}
         device = next(self.parameters()).device
         if isinstance(inputs, TextInput):
-            head_dim, dtype = self.factory.block.attention.head_dim, self.factory.dtype
-            cp_group = self.factory.groups.cp
-            return TextContext(inputs, features, self._settings.llm, head_dim, dtype, device, cp_group)
+            llm, dtype, cp_group = self._settings.llm, self.factory.dtype, self.factory.groups.cp
+            head_dim = llm.head_dim or llm.hidden // llm.heads
+            return TextContext(inputs, features, llm, head_dim, dtype, device, cp_group)
         assert isinstance(inputs, EncoderInput)
         modality = self._settings.all_encoders[self.unit].modality
         return ENCODER_MODULES[modality].context(inputs, self.shape, self.factory.dtype, device)
@@ -309,11 +309,7 @@ class StageModule(nn.Module):
     ) -> nn.Module:
         match layer.kind:
             case "vit_block" | "decoder_block":
-                assert layer.mixer is not None, "blocks have a mixer"
-                assert layer.mlp is not None, "blocks have an MLP"
-                return self.factory.transformer_block(
-                    layer.mixer, layer.mlp, layer.recomputes_activation, is_recomputed
-                )
+                return self.factory.transformer_block(layer, is_recomputed)
             case "patch_embed" | "audio_embed":
                 encoder = self._settings.all_encoders[self.unit]
                 return ENCODER_MODULES[encoder.modality].embedding(encoder, layer, self.factory)
@@ -327,7 +323,8 @@ class StageModule(nn.Module):
                 return Embedding(layer, self.factory, self._settings.llm.scale_embeddings)
             case "head":
                 assert tied_embedding is None or isinstance(tied_embedding, Embedding)
-                return Head(layer, self.factory, self._settings.llm.vocab, tied_embedding)
+                llm = self._settings.llm
+                return Head(layer, self.factory, llm.vocab, tied_embedding, llm.logit_cap)
             case _:
                 raise AssertionError(f"{layer.kind} can only be planned; `require_runnable` rejects such recipes")
 

@@ -48,8 +48,10 @@ def check_llm_parallelism(recipe: Recipe) -> Iterator[Problem]:
     tp = recipe.parallel.llm.tp or 1
     kv_heads = llm.kv_heads or llm.heads
     kv_outputs = 2 * kv_heads * (llm.head_dim or llm.hidden // llm.heads)
-    if kv_heads % tp and tp % kv_heads:
-        text = f"{tp} neither divides nor is a multiple of model.llm.kv_heads {kv_heads}"
+    unfit = [number for number in llm.all_kv_heads if number % tp and tp % number]
+    if unfit:
+        key = "kv_heads" if unfit == [kv_heads] else "full_attention.kv_heads"
+        text = f"{tp} neither divides nor is a multiple of model.llm.{key} {unfit[0]}"
         yield Problem(("parallel", "llm", "tp"), text)
     elif kv_outputs % tp:
         text = f"{tp} does not divide the {kv_outputs} outputs of the key and value projections (kv_heads {kv_heads})"
