@@ -40,6 +40,7 @@ from mmtrain.models.shapes.layer_shape import Attention, MoeMlp
 from mmtrain.models.shapes.model_shape import BLOCK_KINDS, MLP_CHUNK_TOKENS, LayerShape, num_pieces
 
 _ROTATION_KERNELS, _GATE_KERNELS, _JOINT_NORM_KERNELS, _SCALE_KERNELS = 6, 1, 14, 2  # what they add to a block
+_LAYER_INPUT_KERNELS = 6  # of a block's own input: two GEMMs, the gate's activation, its product, a norm and a sum
 # Kernels of one forward: GEMMs with their biases, norms, rotary, attention, activation, residual adds and layout
 # changes. Those of blocks are held by tests/models/test_kernel_budget.py.
 FORWARD_KERNELS = {
@@ -535,7 +536,7 @@ class AnalyticCosts:
 
     def _launches(self, layer: LayerShape, tp: int, direction: PassDirection) -> float:
         num_kernels = FORWARD_KERNELS[layer.kind] + 2 * int(layer.post_norms) + int(layer.adds_carried)
-        num_kernels += int(layer.output_scale)
+        num_kernels += int(layer.output_scale) + _LAYER_INPUT_KERNELS * (layer.layer_input > 0)
         if isinstance(layer.mixer, Attention):
             num_kernels += 2 * int(layer.mixer.qk_norm) + int(layer.mixer.value_norm)
         if layer.kind == "projector":

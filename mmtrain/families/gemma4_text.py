@@ -6,14 +6,15 @@ Blocks without a window have heads of another width, and may take what keys are 
 from typing import Any
 
 from mmtrain.families.config_section import ConfigSection
-from mmtrain.families.decoders import decoder_buffers, decoder_settings, decoder_weights, window_settings
+from mmtrain.families.decoders import decoder_buffers, decoder_settings, decoder_weights, reads_kv, window_settings
 from mmtrain.families.family import Family, FolderSettings, Settings, tiny_decoder
 
 _DEFAULTS = {
     "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30, "num_attention_heads": 8,
     "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262144,
 }  # fmt: skip
-_FULL_HEAD_DIM = 512
+_FULL_HEAD_DIM, _INPUT_WIDTH = 512, 256
+_KV_PARTS = ("k_proj", "v_proj", "k_norm", "v_norm")
 _BLOCKS_OF_A_CYCLE = 6  # the last of which has no window
 _ROTARY: dict[str, Any] = {  # where a config states none
     "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
@@ -36,7 +37,9 @@ TINY_TEXT = {
         layer_types=["sliding_attention", "full_attention"] * 2,
         rope_parameters=_ROTARY,
         final_logit_softcapping=30.0,
-        hidden_size_per_layer_input=0,
+        hidden_size_per_layer_input=16,
+        num_kv_shared_layers=2,
+        use_double_wide_mlp=True,
         vocab_size_per_layer_input=512,
         tie_word_embeddings=True,
     ).items()
@@ -50,9 +53,7 @@ def gemma4_text_settings(config: ConfigSection) -> Settings:
     config.require("attention_bias", False, default=False)
     config.require("use_bidirectional_attention", None, "vision", default=None)  # in texts, the second has no effect
     config.require("enable_moe_block", False, default=False)
-    config.require("hidden_size_per_layer_input", 0, default=256)
-    config.require("num_kv_shared_layers", 0, default=0)
-    config.pass_over("vocab_size_per_layer_input", "use_double_wide_mlp", *_KEYS_OF_EXPERTS)  # of what is not there
+    config.pass_over(*_KEYS_OF_EXPERTS)  # which are not there
     cap = config.value("final_logit_softcapping")
     settings = decoder_settings(
         config,
@@ -69,6 +70,7 @@ def gemma4_text_settings(config: ConfigSection) -> Settings:
         logit_cap=None if cap is None else config.number("final_logit_softcapping"),
         tie_embeddings=config.flag("tie_word_embeddings", True),
     )
+    settings = {**settings, **_inputs_of_blocks(config, settings), **_shared_kv(config, settings)}
     last = settings["layers"] - 1
     windows = window_settings(
         config,
@@ -82,6 +84,34 @@ def gemma4_text_settings(config: ConfigSection) -> Settings:
         config.reject("layer_types", f"the kinds of layers are not supported yet; supported: {supported}")
     heads = _heads_of_kinds(config, settings, full_blocks)
     return {**settings, **windows, **heads, **_rotary_settings(config, heads["full_attention"])}
+
+
+def _inputs_of_blocks(config: ConfigSection, settings: Settings) -> Settings:
+    """Read per-layer embeddings, whose table has the vocabulary of the other one."""
+    rows = config.integer("vocab_size_per_layer_input", _DEFAULTS["vocab_size"])
+    width = config.value("hidden_size_per_layer_input")
+    if width == 0:
+        return {"per_layer_embeddings": None}
+    if rows != settings["vocab"]:
+        config.reject("vocab_size_per_layer_input", f"{rows} is not supported yet; supported: vocab_size")
+    return {"per_layer_embeddings": {"width": config.integer("hidden_size_per_layer_input", _INPUT_WIDTH)}}
+
+
+def _shared_kv(config: ConfigSection, settings: Settings) -> Settings:
+    """Read how many of the last blocks read keys and values of earlier ones; their MLPs may be twice as wide."""
+    is_wide = config.flag("use_double_wide_mlp", False)
+    if config.value("num_kv_shared_layers") in (None, 0):
+        return {"shared_kv": None}
+    ffn = 2 * settings["ffn"] if is_wide else None
+    return {"shared_kv": {"blocks": config.integer("num_kv_shared_layers"), "ffn": ffn}}
+
+
+def unused_by_llm(settings: FolderSettings) -> tuple[str, ...]:
+    """Return what folders may hold beside the weights: also of blocks that read keys and values of others."""
+    llm = settings.model["llm"]
+    readers = [block for block in range(llm["layers"]) if reads_kv(llm, block)]
+    unused = (f"layers.{block}.self_attn.{part}.weight" for block in readers for part in _KV_PARTS)
+    return (*decoder_buffers(settings), *unused)
 
 
 def _heads_of_kinds(config: ConfigSection, settings: Settings, full_blocks: tuple[int, ...]) -> Settings:
@@ -142,5 +172,5 @@ GEMMA4_TEXT = Family(
     lambda config: FolderSettings({"llm": gemma4_text_settings(config)}),
     decoder_weights,
     {"config.json": {"architectures": [_ARCHITECTURE], **TINY_TEXT}},
-    ignored=decoder_buffers,
+    ignored=unused_by_llm,
 )

@@ -74,7 +74,12 @@ GROWING: dict[str, Any] = {
 TWO_KINDS: dict[str, Any] = {
     "qk_norm": True, "value_norm": True, "head_dim": 12, "window": 5, "full_attention_blocks": (1,), "mlp": "geglu",
     "full_attention": {"head_dim": 24, "kv_heads": 1, "keys_as_values": True, "rope_width": 8},
-    "window_rope_base": 100.0, "query_scale": 9.0, "post_norms": True, "block_scales": True, "logit_cap": 2.0,
+    "window_rope_base": 100.0, "query_scale": 9.0, "post_norms": True, "block_scales": True, "logit_cap": 6.0,
+}  # fmt: skip
+# What its smaller sizes add: inputs of single blocks, and blocks that read keys and values of earlier ones.
+SHARED_KV: dict[str, Any] = TWO_KINDS | {
+    "layers": 4, "full_attention_blocks": (1, 3), "full_attention": {"head_dim": 24, "kv_heads": 1, "rope_width": 8},
+    "per_layer_embeddings": {"width": 8}, "shared_kv": {"blocks": 2, "ffn": 112},
 }  # fmt: skip
 # Queries that attend to each image, where others merge patches.
 RESAMPLED: dict[str, Any] = {

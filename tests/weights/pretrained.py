@@ -123,6 +123,16 @@ def gemma4_text(**changes: Any) -> nn.Module:
     return model
 
 
+def gemma4_small(**changes: Any) -> nn.Module:
+    """Make the LLM of a small Gemma 4: inputs of single layers, and layers that read keys and values of others."""
+    kinds = ["sliding_attention", "full_attention", *["sliding_attention"] * 3, "full_attention"]
+    settings: dict[str, Any] = {
+        "num_hidden_layers": len(kinds), "layer_types": kinds, "attention_k_eq_v": False, "num_kv_shared_layers": 3,
+        "use_double_wide_mlp": True, "hidden_size_per_layer_input": 8, "num_key_value_heads": 1,
+    }  # fmt: skip
+    return gemma4_text(**settings | changes)
+
+
 GEMMA_END_TOKEN = 2  # behind an image
 
 

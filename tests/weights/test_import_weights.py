@@ -22,6 +22,7 @@ from tests.weights.comparison import assert_equal_gradients, full_gradients, pre
 from tests.weights.pretrained import (
     VOCAB,
     gemma3_text,
+    gemma4_small,
     gemma4_text,
     glm4_moe,
     llama,
@@ -64,6 +65,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "gemma4_text, other values": lambda: gemma4_text(
         attention_k_eq_v=False, rope_parameters=OTHER_GEMMA_ROPE, final_logit_softcapping=None
     ),
+    "gemma4_text, smaller sizes": gemma4_small,
     "mistral": mistral,
     "mistral, windows": lambda: mistral(window=16),
     "qwen2 windows": lambda: qwen2(use_sliding_window=True, sliding_window=16, max_window_layers=1),

@@ -2,6 +2,7 @@
 
 from typing import Any, cast
 
+import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
 from megatron.core.transformer.attention import SelfAttention
@@ -36,6 +37,9 @@ class GroupedAttention(SelfAttention):  # type: ignore[misc]  # Megatron-core ha
         Queries and gates are (T, 1, heads, d), keys and values (T, 1, kv heads, d), of this rank.
         """
         kv_heads, tp, shape = self.config.num_query_groups, self.world_size, self.shape
+        if shape.reads_kv:
+            own_queries = self.linear_qkv(x)[0].unflatten(-1, (-1, self.hidden_size_per_attention_head))
+            return (own_queries if self.q_layernorm is None else self.q_layernorm(own_queries),)
         if kv_heads >= tp and not (shape.value_norm or shape.keys_as_values):
             is_gated = shape.output_gate
             return cast(tuple[Tensor, ...], self.get_query_key_value_tensors(x, output_gate=is_gated))
@@ -62,8 +66,21 @@ class GroupedAttention(SelfAttention):  # type: ignore[misc]  # Megatron-core ha
         first_gate = self.config.num_attention_heads // kv_heads + first_query
         return queries, keys, values, heads.narrow(3, first_gate, num_of_group).flatten(2, 3)
 
-    def mix(self, packing: PackedSequences, q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None = None) -> Tensor:
-        """Attend, and multiply what that makes by the sigmoid of the gates: (T, 1, width of this rank's heads)."""
-        out: Tensor = self.core_attention(q.squeeze(1), k.squeeze(1), v.squeeze(1), None, packed_seq_params=packing)
+    def mix(self, packing: PackedSequences, q: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+        """Attend, and multiply what that makes by the sigmoid of the gates: (T, 1, width of this rank's heads).
+
+        others: keys and values, unless those of an earlier block are read, and gates. Where later blocks read keys and
+        values, these are the second result, side by side, (T, 2 * width of this rank's KV heads).
+        """
+        if self.shape.reads_kv:
+            assert packing.shared_kv is not None, "the block that keeps them came before"
+            k, v = packing.shared_kv.reshape(len(q), 2, -1, self.hidden_size_per_attention_head).unbind(1)
+            gates = others
+        else:
+            k, v = (tensor.squeeze(1) for tensor in others[:2])
+            gates = others[2:]
+        out: Tensor = self.core_attention(q.squeeze(1), k, v, None, packed_seq_params=packing)
         out = out.reshape(len(out), 1, -1)
-        return out if gates is None else out * gates.flatten(2).sigmoid()
+        if gates:
+            out = out * gates[0].flatten(2).sigmoid()
+        return (out, torch.cat((k.flatten(1), v.flatten(1)), dim=1)) if self.shape.keeps_kv else (out,)

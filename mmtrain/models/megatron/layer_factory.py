@@ -24,6 +24,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -32,10 +33,10 @@ from torch import Tensor, nn
 
 from mmtrain.models.attention import AttentionBackend, AttentionOptions, SequenceLayout, attend
 from mmtrain.models.attention.packed_sequences import PackedSequences
-from mmtrain.models.kernels.elementwise import rms_norm, rotate_heads
+from mmtrain.models.kernels.elementwise import activate, rms_norm, rotate_heads
 from mmtrain.models.kernels.vocab_loss import LogitRules, vocab_parallel_losses
 from mmtrain.models.megatron import compat
-from mmtrain.models.megatron.block_parts import JointHeadNorm, NormedAdd, ScaledAdd
+from mmtrain.models.megatron.block_parts import JointHeadNorm, LayerInput, LayerInputs, NormedAdd, ScaledAdd
 from mmtrain.models.megatron.block_segments import run_block
 from mmtrain.models.megatron.delta_net import DeltaNetMixer
 from mmtrain.models.megatron.experts import ExpertMlp
@@ -133,6 +134,7 @@ class PackedTransformerBlock(TransformerLayer):  # type: ignore[misc]  # Megatro
         fused_kernels: bool,
         recomputes_activation: bool,
         chunks_mlp: bool,
+        layer_input: LayerInput | None,
         has_scale: bool,
         **kwargs: Any,
     ) -> None:
@@ -142,21 +144,26 @@ class PackedTransformerBlock(TransformerLayer):  # type: ignore[misc]  # Megatro
         self.chunks_mlp = chunks_mlp
         self.activation = activation
         self.is_gated = is_gated
+        self.layer_input = layer_input
         self.output_scale = nn.Parameter(torch.ones(1, dtype=self.config.params_dtype)) if has_scale else None
         if not isinstance(self.mlp, ExpertMlp):
             self.mlp.linear_fc1.skip_bias_add = False  # its GEMM adds the bias
 
-    def forward(self, hidden: Tensor, packing: PackedSequences) -> Tensor:
-        """Map (T, hidden) to (T, hidden)."""
+    def forward(self, hidden: Tensor, packing: PackedSequences) -> Tensor | tuple[Tensor, ...]:
+        """Map (T, hidden) to (T, hidden), and to keys and values if later blocks read them: see `GroupedAttention`."""
         if hidden.shape[0] == 0:
             # Megatron-core cannot reshape an empty tensor. A row that is dropped again gives weights a zero gradient.
             # Where ranks share sequences, one without tokens still takes part in what they exchange.
+            beside = packing.layer_input, packing.shared_kv
             packing = _ONE_TOKEN if packing.context is None else packing.padded(1)
+            layer_input, shared_kv = (None if rows is None else F.pad(rows, (0, 0, 0, 1)) for rows in beside)
+            packing = replace(packing, layer_input=layer_input, shared_kv=shared_kv)
             # A call of the block would run FSDP2's hooks twice, and before torch 2.13 reduce its gradients twice.
-            return self._run(F.pad(hidden, (0, 0, 0, 1)), packing)[:0]
+            outputs = self._run(F.pad(hidden, (0, 0, 0, 1)), packing)
+            return outputs[:0] if isinstance(outputs, Tensor) else tuple(rows[:0] for rows in outputs)
         return self._run(hidden, packing)
 
-    def _run(self, hidden: Tensor, packing: PackedSequences) -> Tensor:
+    def _run(self, hidden: Tensor, packing: PackedSequences) -> Tensor | tuple[Tensor, ...]:
         if isinstance(self.mlp, ExpertMlp):
             return cast(Tensor, self.mlp.experts(partial(run_block, self), hidden, packing))
         return run_block(self, hidden, packing)
@@ -284,12 +291,53 @@ class LayerFactory:
             fused_kernels=self.fused_kernels,
             recomputes_activation=shape.recomputes_activation,
             chunks_mlp=chunks_mlp,
+            layer_input=self._layer_input(shape.layer_input),
             has_scale=shape.output_scale,
         )
         self._mark_shards(layer, mlp)
         if self.groups.tp_size > 1:
             set_tp_chunks(layer, self.tp_chunks)
         return cast(nn.Module, layer)
+
+    def _layer_input(self, width: int) -> LayerInput | None:
+        """Build what adds a block's own input of so many features to its output; None without one."""
+        if not width:
+            return None
+        norm = self.norm(self.block.hidden, on_sequence_shards=True)
+        activate_gate = partial(activate, activation=self.activation)
+        return LayerInput(self.sequence_parallel_config, width, norm, activate_gate)
+
+    def layer_inputs(self, rows: int, width: int, num_blocks: int) -> LayerInputs:
+        """Build what makes the own inputs of all blocks, for a vocabulary of so many rows."""
+        table = self.vocab_embedding(rows, num_blocks * width)
+        return LayerInputs(self.config, table, self.norm(width), width, num_blocks)
+
+    def take_heads(self, rows: Tensor, num_heads: int, is_sharded: bool) -> Tensor:
+        """Return this rank's heads of keys and values of all `num_heads`, (T, width), that another stage sent.
+
+        is_sharded: under sequence parallelism `rows` are this rank's tokens; the result is for all.
+        """
+        tp = self.groups.tp_size
+        if is_sharded:
+            rows = gather_from_sequence_parallel_region(rows, group=self.groups.tp)
+        elif self.sequence_parallel:
+            rows = F.pad(rows, (0, 0, 0, self.num_padding_rows(len(rows))))
+        elif tp > 1:
+            rows = self.copy_inputs(rows)
+        num_parts = min(num_heads, tp)
+        return rows.chunk(num_parts, dim=1)[self.groups.tp_rank * num_parts // tp]
+
+    def join_heads(self, rows: Tensor, width: int) -> Tensor:
+        """Return keys and values of all heads, (T, width), from those of this rank, for another stage.
+
+        Under sequence parallelism these are this rank's tokens of the result.
+        """
+        tp = self.groups.tp_size
+        if tp > 1:
+            num_parts = width // rows.shape[1]
+            all_ranks: Tensor = gather_from_tensor_model_parallel_region(rows, group=self.groups.tp)
+            rows = all_ranks.view(len(rows), num_parts, tp // num_parts, -1)[:, :, 0].flatten(1)
+        return scatter_to_sequence_parallel_region(rows, group=self.groups.tp) if self.sequence_parallel else rows
 
     def _mixer_spec(self, mixer: Mixer) -> Any:
         """Say to Megatron-core how to build a block's mixer."""
@@ -333,7 +381,7 @@ class LayerFactory:
                 core_attention=build_core_attention,
                 linear_proj=RowLinear,
                 q_layernorm=self._head_norm,
-                k_layernorm=self._head_norm,
+                k_layernorm=IdentityOp if attention.reads_kv else self._head_norm,
             ),
         )
 

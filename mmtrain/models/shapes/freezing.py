@@ -15,6 +15,11 @@ from mmtrain.models.shapes.encoder_shapes import ENCODER_SHAPES
 from mmtrain.models.shapes.generator_shapes import generator_parameters
 from mmtrain.models.shapes.layer_shape import (
     EXPERT_LINEARS,
+    LAYER_INPUT_LINEARS,
+    LAYER_INPUT_NORM,
+    LAYER_INPUTS_LINEAR,
+    LAYER_INPUTS_NORM,
+    LAYER_INPUTS_TABLE,
     MERGE_LINEAR,
     OUTPUT_SCALE,
     PROJECTOR_KINDS,
@@ -134,6 +139,8 @@ def parameter_names(layer: LayerShape, settings: AnyUnitSettings) -> Iterator[st
             yield "table.weight"
             if layer.queries:
                 yield QUERIES
+            if layer.layer_input:
+                yield from (LAYER_INPUTS_TABLE, LAYER_INPUTS_LINEAR, LAYER_INPUTS_NORM)
         case "head":
             assert isinstance(settings, LlmSettings)
             yield from norm_parameters("norm", layer)
@@ -153,7 +160,8 @@ def _block_parameters(layer: LayerShape) -> Iterator[str]:
             yield from linear_parameters("self_attention.linear_qkv", attention.qkv_bias)
             if attention.qk_norm:
                 yield from norm_parameters("self_attention.q_layernorm", layer)
-                yield from norm_parameters("self_attention.k_layernorm", layer)
+                if not attention.reads_kv:
+                    yield from norm_parameters("self_attention.k_layernorm", layer)
             if attention.joint_qk_norm:
                 yield from ("self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight")
             yield from linear_parameters("self_attention.linear_proj", layer.linear_bias)
@@ -174,6 +182,9 @@ def _block_parameters(layer: LayerShape) -> Iterator[str]:
             yield from (f"{linear}.weight" for linear in mlp.linears)
             if mlp.router.has_bias:
                 yield SELECTION_BIAS
+    if layer.layer_input:
+        yield from (f"{linear}.weight" for linear in LAYER_INPUT_LINEARS)
+        yield from norm_parameters(LAYER_INPUT_NORM, layer)
     if layer.output_scale:
         yield OUTPUT_SCALE
 

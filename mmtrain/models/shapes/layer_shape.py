@@ -39,6 +39,10 @@ BLOCK_KINDS = ("vit_block", "decoder_block")
 ROUTER = "mlp.router"  # the linear of a mixture of experts that scores all experts for each token
 SELECTION_BIAS = f"{ROUTER}.selection.bias"  # its parameter that is added to scores where experts are chosen
 EXPERT_LINEARS = ("linear_fc1", "linear_fc2")  # of each expert
+# Of a block's own input: the linears in the order of their GEMMs. Of the embedding: what makes those of all blocks.
+LAYER_INPUT_LINEARS, LAYER_INPUT_NORM = ("layer_input.gate", "layer_input.projection"), "layer_input.norm"
+LAYER_INPUTS_TABLE, LAYER_INPUTS_LINEAR = "layer_inputs.table.weight", "layer_inputs.linear.weight"
+LAYER_INPUTS_NORM = "layer_inputs.norm.weight"
 OUTPUT_SCALE = "output_scale"  # parameter of a block that its output is multiplied by; it does not train
 WITHOUT_GRADIENT = (SELECTION_BIAS, OUTPUT_SCALE)  # parameters that no loss trains
 SHARED_EXPERT, SHARED_GATE = "mlp.shared", "mlp.shared_gate"
@@ -122,6 +126,8 @@ class Attention:
     joint_qk_norm: bool = False  # RMS norms over all heads of queries together, and of keys
     output_gate: bool = False  # the output is multiplied by the sigmoid of features that the first linear makes
     value_norm: bool = False  # norms without weights over each head of values
+    keeps_kv: bool = False  # keys and values also travel on, to later blocks that read them
+    reads_kv: bool = False  # keys and values are those of an earlier block with as many heads and the same window
     keys_as_values: bool = False  # values are what keys are made of
 
     @property
@@ -142,7 +148,15 @@ class Attention:
     @property
     def kv_outputs(self) -> int:
         """Return the outputs of the first linear that keys and values are made of."""
+        if self.reads_kv:
+            return 0
         return self.kv_width // 2 if self.keys_as_values else self.kv_width
+
+    @property
+    def kv_side(self) -> "SideTensor":
+        """Return what keys and values are beside the hidden states, for the later blocks that read them."""
+        name = "keys and values in windows" if self.window else "keys and values"
+        return SideTensor(name, self.kv_width, self.kv_heads)
 
     @property
     def inner_width(self) -> int:
@@ -158,6 +172,15 @@ class Attention:
     def rotates(self) -> bool:
         """Return whether queries and keys are rotated by their positions."""
         return self.causal or self.rotary
+
+
+@dataclass(frozen=True)
+class SideTensor:
+    """A tensor that travels beside the hidden states, from one layer of the LLM to later ones."""
+
+    name: str
+    width: int  # features of a token
+    num_heads: int = 0  # of keys and values: the ranks of a TP group hold their heads apart
 
 
 @dataclass(frozen=True)
@@ -361,6 +384,9 @@ class LayerShape:
     generator: GeneratorShape = _NO_GENERATOR
     vocab: int = 0  # embedding, head: padded rows
     queries: int = 0  # embedding: learned vectors for the positions of an image to draw
+    layer_input: int = 0  # features of a block's own input; embedding: of those that it makes, one for each block
+    side_in: tuple[SideTensor, ...] = ()  # what comes beside the hidden states: a block's own input first
+    side_out: tuple[SideTensor, ...] = ()  # what leaves beside them
     extra_tokens: int = 0  # tokens a patch_embed adds to each item (a class token), or a projector drops of each
     rms_norm: bool = False  # RMSNorm without bias, or LayerNorm with bias
     linear_bias: bool = False
@@ -423,12 +449,27 @@ class LayerShape:
     @property
     def in_width(self) -> int:
         """Return the features of a token that enter the layer: hidden states, and what travels beside them."""
-        return self.hidden * (1 + self.carried_in)
+        return sum(self.in_widths)
 
     @property
     def out_width(self) -> int:
         """Return the features of a token that leave the layer."""
-        return self.out * (1 + self.carried_out)
+        return sum(self.out_widths)
+
+    @property
+    def in_widths(self) -> tuple[int, ...]:
+        """Return the features of each tensor that enters the layer: hidden states, those of DeepStack, and sides."""
+        return (self.hidden,) * (1 + self.carried_in) + tuple(side.width for side in self.side_in)
+
+    @property
+    def out_widths(self) -> tuple[int, ...]:
+        """Return the features of each tensor that leaves the layer."""
+        return (self.out,) * (1 + self.carried_out) + tuple(side.width for side in self.side_out)
+
+    @property
+    def keeps_kv(self) -> bool:
+        """Return whether keys and values of the block travel on."""
+        return isinstance(self.mixer, Attention) and self.mixer.keeps_kv
 
     @property
     def keeps_output(self) -> bool:

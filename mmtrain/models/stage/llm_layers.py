@@ -169,8 +169,11 @@ class Embedding(nn.Module):
         """
         super().__init__()
         self.table = factory.vocab_embedding(shape.vocab, shape.out)
-        self.num_carried = shape.carried_out
+        self.width, self.num_carried = shape.out, shape.carried_out
         self.scale = torch.tensor(shape.out**0.5, dtype=factory.dtype).item() if scaled else 1.0
+        self.layer_inputs: nn.Module | None = None
+        if shape.layer_input:
+            self.layer_inputs = factory.layer_inputs(shape.vocab, shape.layer_input, len(shape.side_out))
         self.queries: nn.Parameter | None = None
         if shape.queries:
             self.queries = nn.Parameter(torch.empty(shape.queries, shape.out, dtype=factory.dtype))
@@ -180,7 +183,7 @@ class Embedding(nn.Module):
 
         With DeepStack the result is (T, (1 + blocks) * hidden): zeros beside tokens that are no features.
         Of an encoder in `feature_mixes`, the features are first made of what it sends. Each image to draw has all
-        queries, in order, at its positions.
+        queries, in order, at its positions. Inputs of single blocks lie behind all of that.
         """
         assert context.inputs.ids is not None, "the stage with the embedding needs ids"
         tokens: Tensor = self.table(context.inputs.ids)
@@ -201,6 +204,9 @@ class Embedding(nn.Module):
             queries = F.pad(self.queries, (0, tokens.shape[1] - self.queries.shape[1]))
             num_images = len(positions) // len(queries)
             tokens = tokens.index_copy(0, positions, queries.repeat(num_images, 1))
+        if self.layer_inputs is not None:
+            inputs_of_blocks = self.layer_inputs(context.inputs.ids, tokens[:, : self.width])
+            tokens = torch.cat((tokens, inputs_of_blocks), dim=1)
         return tokens
 
 

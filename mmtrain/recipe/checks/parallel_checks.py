@@ -60,6 +60,8 @@ def check_llm_parallelism(recipe: Recipe) -> Iterator[Problem]:
         widths = {"ffn": llm.ffn} if llm.moe is None or llm.moe.dense_blocks else {}
         widths |= {} if llm.moe is None else {"moe.ffn": llm.moe.ffn}
         widths |= {} if llm.moe is None or llm.moe.shared_ffn is None else {"moe.shared_ffn": llm.moe.shared_ffn}
+        if llm.shared_kv is not None and llm.shared_kv.ffn is not None:
+            widths["shared_kv.ffn"] = llm.shared_kv.ffn
         widths |= {} if llm.delta_net is None else {"delta_net.key_heads": llm.delta_net.key_heads}
         yield from check_tp("llm", recipe.parallel.llm, heads=llm.heads, **widths)
     yield from _check_pp("llm", recipe.parallel.llm, llm)

@@ -23,3 +23,26 @@ class FullAttentionSettings(Section):
         description="Features of a head that rotary positions turn, an even number, at the frequencies of a head that "
         "turns whole. Default: all.",
     )
+
+
+class PerLayerEmbeddingSettings(Section):
+    """An input of its own for each block: a row of a table for the token, plus a linear of the token's embedding.
+
+    Behind its MLP a block multiplies them by a gate, made of its output so far, and adds what a linear makes of the
+    product (Gemma 3n and 4).
+    """
+
+    width: PositiveInt = setting(affects={"plan", "resume"}, description="Features of a block's input.")
+
+
+class SharedKvSettings(Section):
+    """The last blocks read keys and values of the last block before them that has a window, or that has none."""
+
+    blocks: PositiveInt = setting(
+        affects={"plan", "resume"}, description="Blocks without keys and values of their own."
+    )
+    ffn: PositiveInt | None = setting(
+        None,
+        affects={"plan", "resume"},
+        description="Width of the MLP's hidden layer in these blocks. Default: `llm.ffn`.",
+    )

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from mmtrain.recipe.settings.base import PositiveInt, Section, setting
-from mmtrain.recipe.settings.block_settings import FullAttentionSettings
+from mmtrain.recipe.settings.block_settings import FullAttentionSettings, PerLayerEmbeddingSettings, SharedKvSettings
 from mmtrain.recipe.settings.presets import LlmPreset
 from mmtrain.recipe.settings.unit_settings import PRESET_DESCRIPTION, UnitSettings
 
@@ -310,6 +310,18 @@ class LlmSettings(UnitSettings):
         added_later=True,
         description="Other heads of attention in blocks without a window (Gemma 4). Default: those of all blocks.",
     )
+    shared_kv: SharedKvSettings | None = setting(
+        None,
+        affects={"plan", "resume"},
+        added_later=True,
+        description="Blocks that read the keys and values of earlier ones (Gemma 4). Default: none.",
+    )
+    per_layer_embeddings: PerLayerEmbeddingSettings | None = setting(
+        None,
+        affects={"plan", "resume"},
+        added_later=True,
+        description="Inputs of single blocks, made of a token alone (Gemma 3n and 4). Default: none.",
+    )
     image_attention: Literal["causal", "bidirectional"] = setting(
         "causal",
         affects={"plan", "resume"},
@@ -411,6 +423,8 @@ class LlmSettings(UnitSettings):
         if self.rope_width is not None:
             problems += self._rope_width_problems(self.rope_width)
         problems += self._query_growth_problems()
+        if self.shared_kv is not None:
+            problems += self._shared_kv_problems(self.shared_kv)
         if self.full_attention is not None:
             problems += self._full_attention_problems(self.full_attention)
         if self.rope_interleaved and self.rope_sections is None:
@@ -446,6 +460,16 @@ class LlmSettings(UnitSettings):
         for name in ("rope_sections", "rope_width", "qkv_bias"):
             if getattr(self, name):
                 yield f"full_attention cannot be combined with {name}; remove one of them"
+
+    def _shared_kv_problems(self, shared: SharedKvSettings) -> Iterator[str]:
+        first = self.layers - shared.blocks
+        is_full = [self.window is None or block in self.full_attention_blocks for block in range(self.layers)]
+        if first < 1 or set(is_full[first:]) - set(is_full[:first]):
+            own = f"{max(first, 0)} of {self.layers} blocks have keys and values of their own"
+            yield f"shared_kv.blocks: {own}, but each kind of attention in the others needs one of them"
+        for name in ("delta_net", "moe", "attention_gate", "qkv_bias"):
+            if getattr(self, name):
+                yield f"shared_kv cannot be combined with {name}; remove one of them"
 
     def _rope_width_problems(self, width: int) -> Iterator[str]:
         head_dim = self.head_dim or self.hidden // self.heads

@@ -279,6 +279,11 @@ def _narrow_llm(settings: LlmSettings, tp: int, width: int) -> dict[str, Any]:
         turning = None if settings.full_attention.rope_width is None else HEAD_DIM
         changes = {"head_dim": 2 * HEAD_DIM, "rope_width": turning}
         narrow["full_attention"] = settings.full_attention.model_dump() | changes
+    if settings.per_layer_embeddings is not None:
+        narrow["per_layer_embeddings"] = {"width": HEAD_DIM}
+    if settings.shared_kv is not None:
+        ffn = None if settings.shared_kv.ffn is None else 2 * FFN_PER_RANK * tp
+        narrow["shared_kv"] = settings.shared_kv.model_dump() | {"ffn": ffn}
     return narrow
 
 
