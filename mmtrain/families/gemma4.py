@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from mmtrain.families.config_section import ConfigSection
 from mmtrain.families.decoders import decoder_weights, tied_by_outer
-from mmtrain.families.family import Family, FolderSettings
+from mmtrain.families.family import MEDIA_TOKENS, Family, FolderSettings, tiny_token_id
 from mmtrain.families.gemma4_text import TINY_TEXT, gemma4_text_settings, unused_by_llm
 from mmtrain.families.weight_layouts import ParameterSource
 
@@ -24,6 +24,7 @@ _TINY = {
     "text_config": TINY_TEXT,
     "vision_config": None,
     "audio_config": None,
+    **{f"{kind}_token_id": tiny_token_id(token) for kind, token in MEDIA_TOKENS.items()},
     "eos_token_id": TINY_TEXT["eos_token_id"],
     "dtype": "float32",
 }

@@ -140,8 +140,8 @@ def _with_towers(folder: Path) -> dict[str, Tensor]:
     return of_towers
 
 
-def test_gradients_equal_those_of_transformers_and_towers_are_copied(tmp_path: Path) -> None:
-    """Compare a packed batch with samples of `transformers`, one by one, in a folder with towers."""
+def test_logits_loss_and_gradients_equal_those_of_transformers(tmp_path: Path) -> None:
+    """Compare a packed batch with samples of `transformers`, one by one; export copies tensors of towers."""
     from transformers import Gemma4Config, Gemma4ForConditionalGeneration
 
     text = gemma4_small(pad_token_id=0)

@@ -62,9 +62,8 @@ def _mixer_matrices(layer: LayerShape) -> NamedMatrices:
         case Attention():
             queries = mixer.inner_width // mixer.kv_heads
             gates = (queries,) * mixer.output_gate
-            num_kv = mixer.kv_outputs // (
-                mixer.kv_heads * mixer.head_dim
-            )  # keys and values; neither if others are read
+            # Of keys and of values; neither in a block that reads those of an earlier one.
+            num_kv = mixer.kv_outputs // (mixer.kv_heads * mixer.head_dim)
             widths = (queries, *gates, *(mixer.head_dim,) * num_kv)
             num_groups = mixer.kv_heads
         case GatedDeltaNet():
