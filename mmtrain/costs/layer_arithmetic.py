@@ -19,6 +19,7 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import zip_longest
 
+from mmtrain.costs import audio_arithmetic as audio
 from mmtrain.costs import generator_arithmetic as diffusion
 from mmtrain.costs import merger_arithmetic as merger
 from mmtrain.costs import resampler_arithmetic as resampler
@@ -50,7 +51,7 @@ def gemms(layer: LayerShape, load: TokenLoad, tp: int = 1) -> tuple[Gemm, ...]:
         case "patch_embed":
             return (Gemm(t - layer.extra_tokens * load.num_sequences, h, layer.media.patch_features),)
         case "audio_embed":
-            return (Gemm(2 * t, h, 3 * layer.media.mel_bins), Gemm(t, h, 3 * h))
+            return audio.gemms(layer, t)
         case "vit_block" | "decoder_block":
             of_parts = (*mixer_arithmetic(layer).gemms(t, tp), *mlp_arithmetic(layer).gemms(t, tp))
             return (*of_parts, *LayerInputArithmetic(layer).gemms(t))
@@ -260,7 +261,7 @@ def _num_weights(layer: LayerShape, tp: int) -> int:
             positions = (layer.media.position_rows + layer.extra_tokens) * h
             return layer.media.patch_features * h + bias * h + positions + extra
         case "audio_embed":
-            return 3 * (layer.media.mel_bins + h) * h + 2 * bias * h + layer.media.position_rows * h
+            return audio.num_parameters(layer)
         case "vit_block" | "decoder_block":
             mixer, mlp = mixer_arithmetic(layer).num_parameters(), mlp_arithmetic(layer).num_parameters()
             whole = num_norms(layer) * norm + 2 * int(layer.layer_scale) * h + mixer.whole + mlp.whole
@@ -313,8 +314,7 @@ def _layer_activation_bytes(
             )
             return t * (element_bytes * numbers + in_fp32)
         case "audio_embed":
-            # Inputs of both convolutions, three frames side by side, and inputs of their activations.
-            return t * (element_bytes * (2 * 3 * layer.media.mel_bins + 2 * h + 3 * h + h) + INDEX_BYTES)
+            return t * (element_bytes * audio.saved_width(layer) + INDEX_BYTES)
         case "vit_block" | "decoder_block":
             mixer = mixer_arithmetic(layer).saved(load, element_bytes, tp, sorts_sequences)
             mlp = mlp_arithmetic(layer).saved()
@@ -437,7 +437,7 @@ def elementwise_elements(layer: LayerShape, load: TokenLoad, tp: int = 1) -> int
         case "patch_embed":
             return layer.media.position_neighbors * t * h
         case "audio_embed":
-            return t * (12 * layer.media.mel_bins + 14 * h)
+            return t * audio.elementwise_width(layer)
         case "vit_block" | "decoder_block":
             divided = mixer_arithmetic(layer).elementwise_width + mlp_arithmetic(layer).elementwise_width
             residual = 10 * h + (4 * h if layer.layer_scale or layer.post_norms else 0)
@@ -492,7 +492,7 @@ def payload_bytes(layer: LayerShape, load: TokenLoad) -> int:
         case "patch_embed":
             return load.tokens * layer.media.patch_features
         case "audio_embed":
-            return 2 * load.tokens * layer.media.mel_bins * FP32_BYTES
+            return layer.media.frames_per_token * load.tokens * layer.media.mel_bins * FP32_BYTES
         case "embedding":
             return load.tokens * INDEX_BYTES
         case "head":  # with the places and the sources of targets

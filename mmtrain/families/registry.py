@@ -28,6 +28,7 @@ from mmtrain.families.qwen2_audio import QWEN2_AUDIO
 from mmtrain.families.qwen2_vl import QWEN2_VL
 from mmtrain.families.qwen3_5 import QWEN3_5, QWEN3_5_TEXT
 from mmtrain.families.qwen3_5_moe import QWEN3_5_MOE, QWEN3_5_MOE_TEXT
+from mmtrain.families.qwen3_omni_moe import QWEN3_OMNI_MOE
 from mmtrain.families.qwen3_vl import QWEN3_VL, QWEN3_VL_MOE
 from mmtrain.families.text_decoders import LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from mmtrain.plugins import find_plugin, installed_plugins
@@ -61,6 +62,7 @@ FAMILIES: dict[str, Family] = {
         QWEN3_5_TEXT,
         QWEN3_5_MOE,
         QWEN3_5_MOE_TEXT,
+        QWEN3_OMNI_MOE,
         QWEN3_VL,
         QWEN3_VL_MOE,
     )

@@ -172,23 +172,25 @@ def test_a_trained_model_has_the_same_loss_and_answers_in_transformers(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gemma3", "mistral3", "qwen3_vl"])
+@pytest.mark.parametrize("name", ["gemma3", "mistral3", "qwen3_omni_moe", "qwen3_vl"])
 def test_text_alone_leaves_a_frozen_tower_as_it_was_bit_for_bit(name: str, tmp_path: Path) -> None:
     folder, out, tiny = tmp_path / "model", tmp_path / "out", TINY_FAMILIES[name]
     tiny.write(folder)
     for source, target in (("train", "some"), ("heldout", "others")):
         rows = json.loads((folder / "conversations" / f"{source}.json").read_text(encoding="utf-8"))
-        texts = [row for row in rows if not row.get("image")]
+        texts = [row for row in rows if not any(row.get(key) for key in ("image", "images", "audios"))]
         (folder / "conversations" / f"{target}.json").write_text(json.dumps(texts), encoding="utf-8")
     num_ranks, parallel = tiny.parallel["colocated"]
-    loaded = load_tiny_recipe(folder, parallel, "model.vision.freeze=true", "model.vision.projector.freeze=true")
+    frozen = [f"model.{unit}.{part}=true" for unit in tiny.encoders for part in ("freeze", "projector.freeze")]
+    loaded = load_tiny_recipe(folder, parallel, *frozen)
     request = TrainRequest(loaded, planner, plan_again, "cpu-core", num_ranks, tmp_path / "run")
     assert run_all(*[request] * num_ranks) == [""] * num_ranks
     checkpoint = open_newest_good(request.run_dir / CHECKPOINTS_FOLDER, refuse)
     export_folder(load_run_recipe(request.run_dir), checkpoint, out)
     before, after = content(folder), content(out)
     assert before.keys() == after.keys()
-    of_llm = {tensor for tensor in before if "language_model" in tensor or "lm_head" in tensor}
+    towers = ("visual.", "vision_tower.", "audio_tower.", "multi_modal_projector.")
+    of_llm = {tensor for tensor in before if not any(tower in tensor for tower in towers)}
     assert {tensor for tensor in before if before[tensor] != after[tensor]} == of_llm
     assert len(before) > len(of_llm) > 0
 

@@ -89,6 +89,11 @@ RESAMPLED: dict[str, Any] = {
 AUDIO: dict[str, Any] = {
     "layers": 2, "hidden": 32, "heads": 4, "ffn": 48, "mel_bins": 10, "max_frames": 80, "downsample": 2,
 }  # fmt: skip
+# What Qwen3-Omni adds to an encoder of clips: chunks of 20 frames, which are 3 tokens, and of which 2 are a window.
+CONVOLVED: dict[str, Any] = {
+    "conv_channels": 6, "chunk": 20, "window_chunks": 2, "clip_end": "mirrored", "downsample": 1,
+    "projector": {"ffn": 32, "activation": "gelu"},
+}  # fmt: skip
 LLM: dict[str, Any] = {"layers": 3, "hidden": 48, "heads": 4, "kv_heads": 2, "ffn": 80, "vocab": 90}
 
 

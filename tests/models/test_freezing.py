@@ -10,6 +10,7 @@ from mmtrain.recipe.settings.audio_settings import AudioSettings
 from mmtrain.recipe.settings.encoder_settings import ProjectorSettings
 from mmtrain.recipe.settings.model_settings import ModelSettings
 from tests.models.factory import (
+    CONVOLVED,
     MERGED,
     PIXTRAL,
     POOLED,
@@ -45,6 +46,7 @@ MODELS = {
         audio=SPEECH.model_copy(update={"pooling": "mean", "projector": ProjectorSettings(kind="linear")}),
         llm=settings().llm,
     ),
+    "convolved": settings(audio=CONVOLVED),
     "learned positions": ModelSettings(audio=SPEECH.model_copy(update={"positions": "learned"}), llm=settings().llm),
 }
 

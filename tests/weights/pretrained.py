@@ -503,6 +503,37 @@ def qwen2_5_omni(frames: int = 2, half_chunk: int = 5, **changes: Any) -> nn.Mod
     return _random(Qwen2_5OmniThinkerForConditionalGeneration(config))
 
 
+def qwen3_omni_moe(frames: int = 2, deepstack: tuple[int, ...] = (0, 2), **changes: Any) -> nn.Module:
+    """Make the thinker of a Qwen3-Omni, whose encoder hears windows of two chunks of 100 frames."""
+    from transformers import Qwen3OmniMoeThinkerConfig, Qwen3OmniMoeThinkerForConditionalGeneration
+
+    config = Qwen3OmniMoeThinkerConfig(**qwen3_omni_thinker(frames, deepstack, **changes))
+    return _random(Qwen3OmniMoeThinkerForConditionalGeneration(config))
+
+
+def qwen3_omni_thinker(frames: int, deepstack: tuple[int, ...], **changes: Any) -> dict[str, Any]:
+    """Return the config of that thinker; `changes` are those of its LLM."""
+    vision = {
+        "depth": 4, "hidden_size": 32, "out_hidden_size": 48, "intermediate_size": 44, "num_heads": 4,
+        "patch_size": PATCH_OF_FRAMES, "spatial_merge_size": MERGE, "temporal_patch_size": frames,
+        "num_position_embeddings": 9, "deepstack_visual_indexes": list(deepstack),
+    }  # fmt: skip
+    audio = {
+        "d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 48,
+        "num_mel_bins": MEL_BINS, "n_window": 50, "n_window_infer": 200, "downsample_hidden_size": 6, "output_dim": 48,
+    }  # fmt: skip
+    text: dict[str, Any] = _qwen2_vl_text() | {"num_hidden_layers": 3, "head_dim": 16}
+    text |= {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 28, "mlp_only_layers": [1]}
+    sections = {"mrope_section": [3, 3, 2], "mrope_interleaved": True}
+    text |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, **sections}} | changes
+    return {
+        "text_config": text, "vision_config": vision, "audio_config": audio,
+        "image_token_id": IMAGE_TOKEN, "video_token_id": VIDEO_TOKEN, "audio_token_id": OMNI_AUDIO_TOKEN,
+        "vision_start_token_id": OMNI_BORDERS["vision"][0], "audio_start_token_id": OMNI_BORDERS["audio"][0],
+        "position_id_per_seconds": POSITIONS_PER_SECOND,
+    }  # fmt: skip
+
+
 _QWEN2_VL_TOKENS = {"image_token_id": IMAGE_TOKEN, "video_token_id": VIDEO_TOKEN, "tie_word_embeddings": True}
 
 

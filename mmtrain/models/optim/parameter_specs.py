@@ -26,7 +26,7 @@ _OUTPUT_PROJECTIONS = (
     ".linear_fc2.weight",
 )
 _LAYER_SCALES = ("self_attn_bda", "mlp_bda")
-_CONVOLUTIONS = ("conv1", "conv2")
+_CONVOLUTIONS = ("conv1", "conv2", "conv3")
 _SLOWEST_DECAY, _FASTEST_DECAY = 0.01, 16.0  # of heads of a gated DeltaNet (arXiv 2412.06464)
 _DIMS_OF_IMAGE_KERNEL = 4  # output and input channels, rows, columns
 MAX_ELEMENTS_DRAWN_AT_ONCE = 2**20  # larger parameters are drawn in blocks: 9 ms of a core for a million numbers

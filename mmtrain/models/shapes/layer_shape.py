@@ -332,9 +332,22 @@ class MediaShape:
     patch_features: int = 0  # patch_embed: 3 * frames of a patch * patch * patch; those of a latent's patch
     mel_bins: int = 0  # audio_embed: features of a frame
     partial_cells: int = 0  # audio_embed: frames that may be missing in the last token of a clip
+    conv_channels: int = 0  # audio_embed: of three convolutions over time and mel bands; 0: of two over time
     max_side: int = 0  # patch_embed: side of the position table, in patches
     position_rows: int = 0  # learned position vectors
     position_neighbors: int = 4  # patch_embed: of these, what a patch is interpolated from where a table is stretched
+
+    @property
+    def frames_per_token(self) -> int:
+        """Return the frames of audio that become one token."""
+        return 8 if self.conv_channels else 2
+
+    @property
+    def conv_bands(self) -> tuple[int, int, int]:
+        """Return the mel bands behind each of three convolutions, which halve them and round up."""
+        first = (self.mel_bins + 1) // 2
+        second = (first + 1) // 2
+        return first, second, (second + 1) // 2
 
 
 @dataclass(frozen=True)
@@ -368,7 +381,7 @@ class LayerShape:
 
     A `vit_block` is the block of every encoder. A block has a mixer and an MLP; other kinds of layers have one only if
     they attend or have two linears around an activation function. Two kinds change the number of tokens: an
-    `audio_embed` makes one token of two frames, a projector makes one feature of `joins` tokens. A resampler is a
+    `audio_embed` makes one token of some frames, a projector makes one feature of `joins` tokens. A resampler is a
     projector whose learned queries attend to the tokens of an item: its mixer says with which heads. A merger is a
     projector with a convolution before a gated MLP. Saved cost tables
     hold these fields under names of their own: see `costs.layer_fields`.

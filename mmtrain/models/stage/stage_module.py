@@ -25,6 +25,7 @@ from mmtrain.models.stage.merger import Merger
 from mmtrain.models.stage.projector import EncoderContext, Projector
 from mmtrain.models.stage.resampler import Resampler
 from mmtrain.models.stage.stage_inputs import EncoderInput, TextInput, UnitInput
+from mmtrain.recipe.settings.audio_settings import AudioSettings
 from mmtrain.recipe.settings.modalities import VISION
 from mmtrain.recipe.settings.model_settings import ModelSettings
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 from collections.abc import Sequence
 
 from mmtrain.models.shapes.unit_shape import UnitShape
+from mmtrain.models.stage.audio_conv_embed import AudioConvEmbed
 from mmtrain.models.stage.audio_layers import AudioContext, AudioEmbed
 from mmtrain.models.stage.vision_layers import PatchEmbed, VisionContext
 
@@ -406,10 +408,15 @@ def _vision_context(inputs: EncoderInput, unit: UnitShape, dtype: torch.dtype, d
 
 def _audio_context(inputs: EncoderInput, unit: UnitShape, dtype: torch.dtype, device: torch.device) -> AudioContext:
     embedding, block = unit.layers[:2]
-    return AudioContext(inputs, device, block.attention.chunk, embedding.media.partial_cells)
+    media = embedding.media
+    return AudioContext(inputs, device, block.attention.chunk, media.partial_cells, media.frames_per_token)
+
+
+def _audio_embedding(settings: AudioSettings, layer: LayerShape, factory: "LayerFactory") -> nn.Module:
+    return (AudioConvEmbed if layer.media.conv_channels else AudioEmbed)(settings, layer, factory)
 
 
 ENCODER_MODULES: Mapping[str, EncoderModules] = {
     "vision": EncoderModules(PatchEmbed, _vision_context),
-    "audio": EncoderModules(AudioEmbed, _audio_context),
+    "audio": EncoderModules(_audio_embedding, _audio_context),
 }
