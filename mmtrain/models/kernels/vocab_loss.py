@@ -115,7 +115,8 @@ class _VocabParallelLoss(torch.autograd.Function):
         exponentials, sums, largest = _exponentials(hidden, weight, targets - first_id, vocabulary)
         denominators, target_logits = sums
         kept = hidden if ctx.needs_input_grad[1] else None  # only the weight's gradient reads it
-        ctx.save_for_backward(kept, weight, targets, exponentials, denominators, largest)
+        of_cap = None if vocabulary.logit_cap is None else largest
+        ctx.save_for_backward(kept, weight, targets, exponentials, denominators, of_cap)
         ctx.first_id, ctx.logit_cap = first_id, vocabulary.logit_cap
         losses: Tensor = denominators.log() - target_logits
         return losses
