@@ -346,7 +346,8 @@ def _layer_activation_bytes(
             rows = load.num_targets * (2 * INDEX_BYTES + fp32_norm_bytes(layer, element_bytes, h))
             if sizes.uses_chunks:  # the norm keeps its input, and the loss no output of the norm
                 return rows + load.num_targets * element_bytes * h + sizes.kept_bytes
-            return rows + load.num_targets * (element_bytes * 2 * h + 3 * FP32_BYTES) + sizes.logits_bytes
+            in_fp32 = (3 + layer.caps_logits) * FP32_BYTES
+            return rows + load.num_targets * (element_bytes * 2 * h + in_fp32) + sizes.logits_bytes
         case _:
             return element_bytes * diffusion.saved_elements(layer, load, tp)
 

@@ -182,6 +182,7 @@ def test_dynamic_scaling_is_refused_for_samples_in_which_it_would_begin(tmp_path
 def test_every_family_is_compared_with_transformers() -> None:
     of_their_own = {
         "gemma3",
+        "gemma4",
         "glm4v_moe",
         "internvl",
         "llava",

@@ -79,7 +79,8 @@ def losses_at_once(
     logit_cap: float | None = None,
 ) -> Tensor:
     """Compute what `vocab_parallel_losses` does, with all logits."""
-    losses: Tensor = _VocabParallelLoss.apply(hidden, weight, targets, vocab_size, tp_group, logit_cap)  # type: ignore[no-untyped-call]
+    vocabulary = _Vocabulary(vocab_size, tp_group, logit_cap)
+    losses: Tensor = _VocabParallelLoss.apply(hidden, weight, targets, vocabulary)  # type: ignore[no-untyped-call]
     return losses
 
 
@@ -93,29 +94,30 @@ def losses_by_chunks(
 ) -> Tensor:
     """Compute what `vocab_parallel_losses` does, with the logits of `CHUNK_TOKENS` tokens at a time."""
     is_training = torch.is_grad_enabled()  # inside of a function of autograd it is always off
-    losses: Tensor = _ChunkedLoss.apply(hidden, weight, targets, vocab_size, tp_group, logit_cap, is_training)  # type: ignore[no-untyped-call]
+    vocabulary = _Vocabulary(vocab_size, tp_group, logit_cap)
+    losses: Tensor = _ChunkedLoss.apply(hidden, weight, targets, vocabulary, is_training)  # type: ignore[no-untyped-call]
     return losses
+
+
+@dataclass(frozen=True)
+class _Vocabulary:
+    """What the rows of a rank's weight are, and what logits become; see `vocab_parallel_losses`."""
+
+    size: int
+    group: dist.ProcessGroup
+    logit_cap: float | None
 
 
 class _VocabParallelLoss(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        vocab_size: int,
-        tp_group: dist.ProcessGroup,
-        logit_cap: float | None,
-    ) -> Tensor:
-        first_id = tp_group.rank() * len(weight)
-        exponentials, sums, largest = _exponentials(
-            hidden, weight, targets - first_id, vocab_size - first_id, tp_group, logit_cap
-        )
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, vocabulary: _Vocabulary) -> Tensor:
+        first_id = vocabulary.group.rank() * len(weight)
+        exponentials, sums, largest = _exponentials(hidden, weight, targets - first_id, vocabulary)
         denominators, target_logits = sums
         kept = hidden if ctx.needs_input_grad[1] else None  # only the weight's gradient reads it
-        ctx.save_for_backward(kept, weight, targets, exponentials, denominators, largest)
-        ctx.first_id, ctx.logit_cap = first_id, logit_cap
+        of_cap = None if vocabulary.logit_cap is None else largest
+        ctx.save_for_backward(kept, weight, targets, exponentials, denominators, of_cap)
+        ctx.first_id, ctx.logit_cap = first_id, vocabulary.logit_cap
         losses: Tensor = denominators.log() - target_logits
         return losses
 
@@ -127,7 +129,7 @@ class _VocabParallelLoss(torch.autograd.Function):
         logits_grad = _logits_gradient(exponentials, denominators, targets - ctx.first_id, loss_grads, cap)
         hidden_grad = logits_grad @ weight if ctx.needs_input_grad[0] else None
         weight_grad = logits_grad.T @ hidden if ctx.needs_input_grad[1] else None
-        return hidden_grad, weight_grad, None, None, None, None
+        return hidden_grad, weight_grad, None, None
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -139,12 +141,10 @@ class _ChunkedLoss(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         targets: Tensor,
-        vocab_size: int,
-        tp_group: dist.ProcessGroup,
-        logit_cap: float | None,
+        vocabulary: _Vocabulary,
         is_training: bool,
     ) -> Tensor:
-        first_id = tp_group.rank() * len(weight)
+        first_id = vocabulary.group.rank() * len(weight)
         needs_hidden, needs_weight = (is_training and needed for needed in ctx.needs_input_grad[:2])
         hidden_grad = torch.empty_like(hidden) if needs_hidden else None
         weight_grad = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
@@ -152,12 +152,10 @@ class _ChunkedLoss(torch.autograd.Function):
         for first in range(0, len(hidden), CHUNK_TOKENS):
             rows = slice(first, first + CHUNK_TOKENS)
             ids = targets[rows] - first_id
-            logits, (denominators, target_logits), largest = _exponentials(
-                hidden[rows], weight, ids, vocab_size - first_id, tp_group, logit_cap
-            )
+            logits, (denominators, target_logits), largest = _exponentials(hidden[rows], weight, ids, vocabulary)
             losses[rows] = denominators.log() - target_logits
             if needs_hidden or needs_weight:
-                cap = None if logit_cap is None else (logit_cap, largest)
+                cap = None if vocabulary.logit_cap is None else (vocabulary.logit_cap, largest)
                 logits_grad = _logits_gradient(logits, denominators, ids, torch.ones_like(denominators), cap)
                 if hidden_grad is not None:
                     torch.mm(logits_grad, weight, out=hidden_grad[rows])
@@ -179,31 +177,27 @@ class _ChunkedLoss(torch.autograd.Function):
             hidden_grad.mul_(scale)
         if weight_grad is not None:
             weight_grad = _scaled_or_added(weight, weight_grad, scale)
-        return hidden_grad, weight_grad, None, None, None, None, None
+        return hidden_grad, weight_grad, None, None, None
 
 
 def _exponentials(
-    hidden: Tensor,
-    weight: Tensor,
-    ids: Tensor,
-    num_real: int,
-    tp_group: dist.ProcessGroup,
-    logit_cap: float | None,
+    hidden: Tensor, weight: Tensor, ids: Tensor, vocabulary: _Vocabulary
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return exponentials of logits less their row's largest, two sums of rows over the whole vocabulary, the largest.
 
     Args:
         ids: (N,) rows of `weight` that are the targets; others are another rank's.
-        num_real: rows of `weight` from here on are padding.
 
     Returns (N, vocab / tp) in the type of `hidden`, and (2, N) in fp32: sums of exponentials, and the targets' logits;
     then (N,) in fp32.
     """
     # GEMMs run over the padding too: it makes them fast.
     logits = hidden @ weight.T
+    logit_cap, tp_group = vocabulary.logit_cap, vocabulary.group
     if logit_cap is not None:
         for rows in _rows_in_fp32(logits):
             _write_back(logits[rows].float().div_(logit_cap).tanh_().mul_(logit_cap), logits[rows])
+    num_real = vocabulary.size - tp_group.rank() * len(weight)  # rows of the weight from here on are padding
     logits[:, max(0, num_real) :] = float("-inf")
     largest = logits.amax(dim=1).float()
     _reduce(largest, dist.ReduceOp.MAX, tp_group)
@@ -229,16 +223,16 @@ def _logits_gradient(
     cap: of capped logits, the cap and the largest logit of each row.
     """
     for rows in _rows_in_fp32(exponentials):
-        slopes = None if cap is None else _slopes_of_cap(exponentials[rows], cap[0], cap[1][rows])
+        derivatives = None if cap is None else _derivatives_of_cap(exponentials[rows], cap[0], cap[1][rows])
         values = exponentials[rows].float().mul_((loss_grads[rows] / denominators[rows])[:, None])
         _add_to_picked(values, ids[rows], -loss_grads[rows])
-        if slopes is not None:
-            values.mul_(slopes)
+        if derivatives is not None:
+            values.mul_(derivatives)
         _write_back(values, exponentials[rows])
     return exponentials
 
 
-def _slopes_of_cap(exponentials: Tensor, cap: float, largest: Tensor) -> Tensor:
+def _derivatives_of_cap(exponentials: Tensor, cap: float, largest: Tensor) -> Tensor:
     """Return the derivatives of capped logits, made again from their exponentials, by what they were before: fp32.
 
     No exponential of a real id is 0, since logits differ by at most twice the cap; those of padding are.
