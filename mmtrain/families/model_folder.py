@@ -95,6 +95,8 @@ class ModelFolder:
             config = _changed(config, "tie_word_embeddings", False, is_everywhere=True)
         if num_tokens != self.settings.model["llm"]["vocab"]:
             config = _changed(config, "vocab_size", num_tokens)
+            if self.settings.model["llm"].get("per_layer_embeddings") is not None:
+                config = _changed(config, "vocab_size_per_layer_input", num_tokens)
         return config
 
 

@@ -11,6 +11,8 @@ from mmtrain.families.family import Family, FolderSettings, JsonFiles, NewModel
 from mmtrain.families.folder_files import CONFIG_FILE, IMAGE_PROCESSOR_FILE
 from mmtrain.families.gemma3 import GEMMA3
 from mmtrain.families.gemma3_text import GEMMA3_TEXT
+from mmtrain.families.gemma4 import GEMMA4
+from mmtrain.families.gemma4_text import GEMMA4_TEXT
 from mmtrain.families.generators import PIXART, UNET, VAE
 from mmtrain.families.glm4_moe import GLM4_MOE
 from mmtrain.families.glm4v_moe import GLM4V_MOE
@@ -36,6 +38,8 @@ FAMILIES: dict[str, Family] = {
     for family in (
         GEMMA3,
         GEMMA3_TEXT,
+        GEMMA4,
+        GEMMA4_TEXT,
         GLM4_MOE,
         GLM4V_MOE,
         INTERNVL,

@@ -111,15 +111,27 @@ def test_a_step_of_encoder_replicas_on_a_tp_group_equals_one_of_transformers(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("split", ["auto", "even"])
-def test_a_step_of_shared_sequences_equals_one_of_transformers(split: str, expected: Callable[[str], Expected]) -> None:
-    """Queries of tokens far into a sample grow, whichever rank has them."""
-    tiny, theirs = TINY_FAMILIES["mistral3"], expected("mistral3")
+@pytest.mark.parametrize(("name", "split"), [("mistral3", "auto"), ("mistral3", "even"), ("gemma4_text", "auto")])
+def test_a_step_of_shared_sequences_equals_one_of_transformers(
+    name: str, split: str, expected: Callable[[str], Expected]
+) -> None:
+    """Queries of tokens far into a sample grow, whichever rank has them; ranks read keys and values of their tokens."""
+    tiny, theirs = TINY_FAMILIES[name], expected(name)
     parallel = f"{{placement: unified, llm: {{tp: 1, pp: 2, cp: 2, cp_split: {split}}}}}"
     recipe = load_tiny_recipe(theirs.folder, parallel).recipe
     lengths = build_index(recipe, "validation").lengths
     plan = planner(recipe, lengths, world_size=4, hardware="cpu-core", recipe_sha256="")
     assert (plan.units["llm"].cp, plan.units["llm"].pp) == (2, 2)
+    _assert_equal_step(tiny, theirs, recipe, plan)
+
+
+@pytest.mark.slow
+def test_a_step_of_sharded_replicas_equals_one_of_transformers(expected: Callable[[str], Expected]) -> None:
+    """Gradients of keys and values come from later blocks, whose weights were gathered and freed by then."""
+    tiny, theirs = TINY_FAMILIES["gemma4_text"], expected("gemma4_text")
+    recipe = load_tiny_recipe(theirs.folder, "{placement: replicated, shard: 2}").recipe
+    lengths = build_index(recipe, "validation").lengths
+    plan = planner(recipe, lengths, world_size=2, hardware="cpu-core", recipe_sha256="")
     _assert_equal_step(tiny, theirs, recipe, plan)
 
 

@@ -105,6 +105,34 @@ def gemma3_text(**changes: Any) -> nn.Module:
     return _random(Gemma3ForCausalLM(Gemma3TextConfig(**settings | changes)))
 
 
+def gemma4_text(**changes: Any) -> nn.Module:
+    """Make the LLM of a Gemma 4 whose second and fourth layer see all tokens, with heads of another width."""
+    from transformers import Gemma4ForCausalLM, Gemma4TextConfig
+
+    settings: dict[str, Any] = {
+        "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 20, "global_head_dim": 32, "vocab_size": VOCAB, "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention"] * 2, "final_logit_softcapping": 2.0,
+        "attention_k_eq_v": True, "num_global_key_value_heads": 1, "vocab_size_per_layer_input": VOCAB,
+        "hidden_size_per_layer_input": 0,
+        "pad_token_id": None,  # else its embedding has no gradient in `transformers`
+    }  # fmt: skip
+    model = _random(Gemma4ForCausalLM(Gemma4TextConfig(**settings | changes)))
+    for i, layer in enumerate(model.model.layers):
+        layer.layer_scalar.fill_(0.7 + 0.1 * i)
+    return model
+
+
+def gemma4_small(**changes: Any) -> nn.Module:
+    """Make the LLM of a small Gemma 4: inputs of single layers, and layers that read keys and values of others."""
+    kinds = ["sliding_attention", "full_attention", *["sliding_attention"] * 3, "full_attention"]
+    settings: dict[str, Any] = {
+        "num_hidden_layers": len(kinds), "layer_types": kinds, "attention_k_eq_v": False, "num_kv_shared_layers": 3,
+        "use_double_wide_mlp": True, "hidden_size_per_layer_input": 8, "num_key_value_heads": 1,
+    }  # fmt: skip
+    return gemma4_text(**settings | changes)
+
+
 GEMMA_END_TOKEN = 2  # behind an image
 
 
