@@ -288,6 +288,7 @@ STARTED_FROM = {
     "qwen2_audio_sft.yaml": "qwen2_audio",
     "qwen2_5_omni_sft.yaml": "qwen2_5_omni",
     "qwen2_5_vl_sft.yaml": "qwen2_5_vl",
+    "qwen3_omni_sft.yaml": "qwen3_omni_moe",
     "qwen3_vl_moe_sft.yaml": "qwen3_vl_moe",
     "qwen3_5_sft.yaml": "qwen3_5",
 }

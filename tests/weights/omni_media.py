@@ -1,5 +1,6 @@
 """Clips and texts by which Qwen's omni models are compared with `transformers`."""
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -53,3 +54,13 @@ def read_clips(recipe: Recipe, folder: Path, sizes: Iterable[int]) -> EncoderInp
             rows.append(grid[0])
             cells.append(torch.from_numpy(reader.load_cells("audio", media, part, len(grids), grid)))
     return EncoderInput(tuple(rows), (1,) * len(rows), torch.cat(cells))
+
+
+def parts_of(content: str) -> list[dict[str, str]]:
+    """Return a content with marks as parts."""
+    pieces = re.split("(<image>|<audio>)", content)
+    return [
+        {"type": piece[1:-1]} if piece in ("<image>", "<audio>") else {"type": "text", "text": piece}
+        for piece in pieces
+        if piece
+    ]

@@ -1,7 +1,6 @@
 """Qwen2.5-Omni's thinker from a folder computes what `transformers` computes with pictures, videos and clips."""
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,7 @@ from tests.weights.comparison import (
     labels_of,
     unit_stage,
 )
-from tests.weights.omni_media import FIRST_WORD, RATE, in_squares, read_clips, wave, words, write_clip
+from tests.weights.omni_media import FIRST_WORD, RATE, in_squares, parts_of, read_clips, wave, words, write_clip
 from tests.weights.pretrained import (
     IMAGE_TOKEN,
     MERGE,
@@ -329,6 +328,7 @@ def test_the_config_of_the_hub_is_that_of_the_paper(tmp_path: Path) -> None:
     assert (data.image.min_pixels, data.image.max_pixels) == (3136, 12845056)
     assert (data.video.min_pixels, data.video.max_pixels, data.video.fps) == (100352, 602112, 2.0)
     assert (data.audio.max_seconds, data.audio.long_clips, data.audio.scheme) == (300, "cut", "dynamic")
+    assert data.audio.item_seconds == 30, "the extractor does not say it"
 
 
 @pytest.mark.parametrize(
@@ -381,7 +381,7 @@ def test_conversations_of_the_tiny_model_are_what_its_processors_make_of_them(tm
             wave = soundfile.read(conversations / name, dtype="float32")[0]
             mask = extract(wave, sampling_rate=RATE, padding="max_length", return_attention_mask=True).attention_mask
             counts["<audio>"].append(((int(np.sum(mask)) - 1) // 2 + 1 - 2) // 2 + 1)
-        messages = [{"role": turn["role"], "content": _parts(turn["content"])} for turn in row["messages"]]
+        messages = [{"role": turn["role"], "content": parts_of(turn["content"])} for turn in row["messages"]]
         text = tokenizer.apply_chat_template(messages, tokenize=False)
         for mark, border in (("<image>", "vision"), ("<audio>", "audio")):
             assert text.count(f"<|{border}_bos|>{mark}<|{border}_eos|>") == len(counts[mark])
@@ -392,13 +392,3 @@ def test_conversations_of_the_tiny_model_are_what_its_processors_make_of_them(tm
         assert ours.encode(index.samples[number], index.media_features(number)).ids.tolist() == expected
         kinds.add((bool(counts["<image>"]), bool(counts["<audio>"])))
     assert len(kinds) == 4, "pictures, clips, both and text alone"
-
-
-def _parts(content: str) -> list[dict[str, str]]:
-    """Return a content with marks as parts."""
-    pieces = re.split("(<image>|<audio>)", content)
-    return [
-        {"type": piece[1:-1]} if piece in ("<image>", "<audio>") else {"type": "text", "text": piece}
-        for piece in pieces
-        if piece
-    ]

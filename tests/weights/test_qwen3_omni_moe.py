@@ -1,22 +1,39 @@
 """Qwen3-Omni's thinker from a folder computes what `transformers` computes with pictures, videos and clips."""
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import soundfile
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
+from mmtrain.checkpoint import open_newest_good
+from mmtrain.data import build_index
 from mmtrain.data.loading.batch_builder import find_media_positions
 from mmtrain.data.media.image_grids import MediumGrid
-from mmtrain.data.media.item_readers import VisionItemReader
+from mmtrain.data.media.item_readers import AudioItemReader, VisionItemReader
 from mmtrain.data.media.media_bytes import FileMedia
+from mmtrain.data.text.load_tokenizer import load_tokenizer
 from mmtrain.errors import RecipeError
+from mmtrain.families import FAMILIES
 from mmtrain.models.stage.stage_inputs import EncoderInput, TextInput
+from mmtrain.planning.whatif import plan_again
 from mmtrain.recipe import Recipe
+from mmtrain.report import read_metrics
+from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, load_run_recipe
+from mmtrain.runtime.training.train_request import TrainRequest
+from mmtrain.weights import export_folder
+from mmtrain.weights.tiny_model import write_tiny_model
 from tests.data.archives import movie
 from tests.families.configs import write_config
+from tests.flow.runs import refuse, run_all
+from tests.flow.tiny_families import TINY_FAMILIES, load_tiny_recipe
+from tests.plans import plan_recipe as planner
 from tests.weights.comparison import (
     assert_equal_gradients,
     assert_equal_logits_and_loss,
@@ -26,7 +43,7 @@ from tests.weights.comparison import (
     labels_of,
     unit_stage,
 )
-from tests.weights.omni_media import FIRST_WORD, RATE, in_squares, read_clips, wave, words
+from tests.weights.omni_media import FIRST_WORD, RATE, in_squares, parts_of, read_clips, wave, words
 from tests.weights.pretrained import (
     IMAGE_TOKEN,
     MERGE,
@@ -40,6 +57,7 @@ from tests.weights.pretrained import (
     recipe_from,
     save,
 )
+from tests.weights.test_tiny_model import tiny_recipe
 
 UNITS = ("vision", "audio", "llm")
 TOKENS = {"image": IMAGE_TOKEN, "video": VIDEO_TOKEN, "audio": OMNI_AUDIO_TOKEN}
@@ -327,3 +345,102 @@ def test_others_are_rejected_by_the_key(changes: dict[str, object], text: str, t
     with pytest.raises(RecipeError) as caught:
         recipe_from(write_config(tmp_path / "model", HUB_CONFIG, thinker_config=thinker))
     assert text in str(caught.value)
+
+
+def _extract_each_alone(patch: pytest.MonkeyPatch) -> None:
+    """Let the feature extractor prepare the clips of a call one by one, as training reads them."""
+    from transformers import WhisperFeatureExtractor
+
+    extract = WhisperFeatureExtractor.__call__
+
+    def extract_apart(self: Any, clips: list[np.ndarray], **options: Any) -> dict[str, Tensor]:
+        outputs = [extract(self, clip, **{**options, "return_tensors": "pt"}) for clip in clips]
+        mels = [output["input_features"][0].T for output in outputs]
+        masks = [output["attention_mask"][0] for output in outputs]
+        padded = nn.utils.rnn.pad_sequence(mels, batch_first=True)
+        return {
+            "input_features": padded.transpose(1, 2),
+            "attention_mask": nn.utils.rnn.pad_sequence(masks, batch_first=True),
+        }
+
+    patch.setattr(WhisperFeatureExtractor, "__call__", extract_apart)
+
+
+def _processor(folder: Path, patch: pytest.MonkeyPatch) -> Any:
+    """Open the folder's processor without that of videos, which needs torchvision."""
+    import transformers
+    from transformers.processing_utils import ProcessorMixin
+
+    patch.setattr(ProcessorMixin, "check_argument_for_proper_class", lambda self, name, argument: type(argument))
+    _extract_each_alone(patch)
+    return transformers.Qwen3OmniMoeProcessor(
+        image_processor=transformers.AutoImageProcessor.from_pretrained(folder),
+        feature_extractor=transformers.AutoFeatureExtractor.from_pretrained(folder),
+        tokenizer=transformers.AutoTokenizer.from_pretrained(folder),
+        chat_template=(folder / "chat_template.jinja").read_text(encoding="utf-8"),
+    )
+
+
+def _picture(path: Path) -> Image.Image:
+    with Image.open(path) as image:
+        return image.copy()
+
+
+@pytest.mark.parametrize("number", [20, pytest.param(500, marks=pytest.mark.long)])
+def test_conversations_of_the_tiny_model_are_what_its_processor_makes_of_them(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compare ids, the numbers of features and log-mel frames; pixels are those of Qwen3-VL."""
+    folder = tmp_path / "model"
+    write_tiny_model(FAMILIES["qwen3_omni_moe"], folder, seed=3, num_train=number)
+    conversations = folder / "conversations"
+    recipe = tiny_recipe(folder, f"data.sources.0.path={conversations / 'train.json'}")
+    processor, index = _processor(folder, monkeypatch), build_index(recipe)
+    tokenizer, audio = load_tokenizer(recipe.data.tokenizer_path), recipe.model.audio
+    assert not index.quarantined
+    assert audio is not None
+    reader, kinds = AudioItemReader(audio, recipe.data), set()
+    for place, row in enumerate(json.loads((conversations / "train.json").read_text())):
+        pictures = [_picture(conversations / name) for name in row.get("images", ())]
+        clips = [conversations / name for name in row.get("audios", ())]
+        messages = [{"role": turn["role"], "content": parts_of(turn["content"])} for turn in row["messages"]]
+        expected = processor(
+            text=[processor.tokenizer.apply_chat_template(messages, tokenize=False)], images=pictures or None,
+            audio=[soundfile.read(clip, dtype="float32")[0] for clip in clips] or None, return_tensors="pt",
+        )  # fmt: skip
+        encoded = tokenizer.encode(index.samples[place], index.media_features(place))
+        assert encoded.ids.tolist() == expected["input_ids"][0].tolist()
+        for clip, mels, mask in zip(
+            clips, expected.get("input_features", ()), expected.get("feature_attention_mask", ()), strict=True
+        ):
+            media = FileMedia(str(clip))
+            [grid] = reader.read_items("audio", media).grids
+            cells = reader.load_cells("audio", media, 0, 1, grid)
+            frames = int(mask.sum())
+            assert grid == (audio.count_cells(frames), 1)
+            rows = np.arange(frames)
+            assert np.abs(cells[rows // 100 * 104 + rows % 100] - mels.T[:frames].numpy()).max() < 2e-4
+        kinds.add((bool(pictures), bool(clips)))
+    assert {(True, False), (False, True), (True, True)} <= kinds, "pictures, clips, and both"
+
+
+@pytest.mark.slow
+def test_adapters_on_experts_and_both_projectors_train_and_are_merged(tmp_path: Path) -> None:
+    tiny, folder, out = TINY_FAMILIES["qwen3_omni_moe"], tmp_path / "model", tmp_path / "out"
+    tiny.write(folder)
+    targets = ["llm.*linear_qkv", "llm.*experts.*.linear_fc1", "audio.*linear_proj", "*.projector.linear_1"]
+    lora = f"train.lora={{rank: 4, targets: {json.dumps(targets)}}}"
+    parallel = "{placement: disaggregated, vision: {tp: 1, dp: 1}, audio: {tp: 1, dp: 1}, llm: {tp: 1, pp: 1, dp: 1}}"
+    loaded = load_tiny_recipe(folder, parallel, lora)
+    request = TrainRequest(loaded, planner, plan_again, "cpu-core", 3, tmp_path / "run")
+    assert run_all(*[request] * 3) == [""] * 3
+    checkpoint = open_newest_good(request.run_dir / CHECKPOINTS_FOLDER, refuse)
+    export_folder(load_run_recipe(request.run_dir), checkpoint, out)
+    before, after = content(folder), content(out)
+    changed = {name for name in before if before[name] != after[name]}
+    assert before.keys() == after.keys()
+    assert {name.partition(".")[0] for name in changed} == {"audio_tower", "visual", "model"}
+    assert all(re.search(r"(q|k|v|gate|up)_proj|out_proj|proj1|mlp\.0\.weight", name) for name in changed)
+    with torch.no_grad():
+        theirs = tiny.loss(tiny.open(out), out, request.recipe).item()
+    assert read_metrics(request.run_dir)[-1]["val_loss"] == pytest.approx(theirs, rel=1e-4)
