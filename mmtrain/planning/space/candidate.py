@@ -26,6 +26,7 @@ from mmtrain.planning.space.sample_batches import BatchSplit, unit_split
 from mmtrain.program.ir.graph import LLM, DispatchMode, Exchange, StageGraph, StageId
 
 LayerPartition = tuple[tuple[int, ...], ...]  # for each layer chain the bounds of its model chunks, from 0 to its end
+# A placement, the mesh of each unit and its microbatches.
 AssignmentSizes = tuple[Placement, tuple[tuple[str, MeshSize], ...], tuple[tuple[str, int], ...]]
 
 # Step times of one placement within this factor count as equal, and the simpler layout is chosen: simulated differences
