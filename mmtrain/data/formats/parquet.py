@@ -29,8 +29,9 @@ from mmtrain.data.media.media_bytes import Media, ParquetCell
 from mmtrain.data.media.parquet_cells import ARROW_SUFFIX, PARQUET_BATCH_ROWS, ArrowFile, decode_dictionary
 from mmtrain.data.optional_packages import check_package_fits
 from mmtrain.data.remote.locations import open_location
-from mmtrain.errors import DataError, RemoteReadError
+from mmtrain.errors import DataError, HostileFileError, RemoteReadError
 from mmtrain.foreign_json import parse_json
+from mmtrain.limited_reads import now_reading, now_reading_parts
 from mmtrain.recipe.settings.data_settings import LimitSettings
 from mmtrain.recipe.settings.source_columns import OTHER_ENTRY_KEYS
 from mmtrain.recipe.settings.source_path import SourcePath
@@ -68,6 +69,7 @@ def read_parquet(
     path: SourcePath, folder: MediaFolder, limits: LimitSettings, entry_format: EntryFormat
 ) -> Iterator[Sample | Quarantined]:
     """Read every row of a file in order. Raises `DataError` if the file cannot be opened, or has no samples."""
+    now_reading_parts(str(path))
     with _open(path) as file:
         media_kinds = _media_columns(path, file.schema_arrow, entry_format)
         columns = tuple(_read_columns(file.schema_arrow.names, media_kinds, entry_format))
@@ -178,8 +180,11 @@ def _read_row_group(source: _ParquetSource, row_group: int, first_row: int) -> I
     read = [name for name in source.columns if name not in unread]
     media_columns = [name for name in source.columns if name in source.media_kinds]
     num_read = 0
+    place = f"{path}, row group {row_group}"
     try:
-        for batch in source.file.iter_batches(PARQUET_BATCH_ROWS, [row_group], read, use_threads=False):
+        now_reading(place)
+        batches = source.file.iter_batches(PARQUET_BATCH_ROWS, [row_group], read, use_threads=False)
+        while (batch := next(batches, None)) is not None:
             texts = {name: batch[name].to_pylist() for name in read if name not in source.media_kinds}
             for row in range(batch.num_rows):
                 entry = {name: values[row] for name, values in texts.items() if values[row] is not None}
@@ -188,11 +193,14 @@ def _read_row_group(source: _ParquetSource, row_group: int, first_row: int) -> I
                 values = {name: None if name in unread else batch[name][row] for name in media_columns}
                 yield _read_row(source, entry, values, cell, first_row + num_read + row)
             num_read += batch.num_rows
+            now_reading(place)
     except RemoteReadError:
         raise
+    except HostileFileError as error:
+        yield Quarantined(str(path), first_row + num_read, str(path), "parquet_broken", str(error))
     except Exception as error:
         check_package_fits(error, "pyarrow")
-        what = f"{path}, row group {row_group}: its rows from {num_read} on cannot be read"
+        what = f"{place}: its rows from {num_read} on cannot be read"
         reason = f"{what}: {type(error).__name__}: {error}"
         yield Quarantined(str(path), first_row + num_read, str(path), "parquet_broken", reason)
 
