@@ -23,7 +23,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import IO, Any, NoReturn
 
@@ -35,14 +35,14 @@ from mmtrain.system_calls import can_fork, leave_no_core_file, limit_data_bytes,
 # Of a header, a row, a template: what takes milliseconds. A tokenizer of 250,000 tokens takes two (2026-12-01).
 MAX_PROCESSOR_S = 10.0
 MAX_DEADLY_READS = 20  # after each, everything is read again
-_MAX_THREADS = 8  # of a child, that read
+_MAX_THREADS = 256  # of a child, that read
 _IGNORED_SIGNALS = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP")  # the parent decides when a child ends
 _NEW_NETWORK = 0x40000000  # CLONE_NEWNET
 _NEW_USER = 0x10000000  # CLONE_NEWUSER
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 _OUT_OF_MEMORY = 99  # exit code
 
-Notify = Callable[[str], None]
+Notify = Callable[[Any], None]  # of a JSON value
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,7 @@ class Bounds:
 
     memory_bytes: int  # besides what it has when it starts, or at the last `go_on_reading`
     network: bool = False
+    processor_s: float = field(default_factory=lambda: MAX_PROCESSOR_S)  # for each thing that is read
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ class _Child:
     file: str = ""  # whose parts are read
 
     def renew(self) -> None:
-        signal.setitimer(signal.ITIMER_PROF, MAX_PROCESSOR_S)
+        signal.setitimer(signal.ITIMER_PROF, self.bounds.processor_s)
 
     def rest(self) -> None:
         signal.setitimer(signal.ITIMER_PROF, 0.0)
@@ -128,7 +129,7 @@ _child: _Child | None = None
 
 
 def now_reading(place: str, number: int | None = None) -> None:
-    """Say what this thread reads from now on, for which it may use the processor for `MAX_PROCESSOR_S`.
+    """Say what this thread reads from now on, for which it may use the processor for so long.
 
     number: of the part of `place`. Raises `HostileFileError` if that ended an earlier child. Does nothing elsewhere.
     """
@@ -337,7 +338,7 @@ def _limit_memory(bounds: Bounds) -> None:
 
 def _describe_end(exit_code: int, bounds: Bounds, last_words: str) -> str:
     if exit_code == -signal.SIGPROF:
-        return f"reading it took more than {MAX_PROCESSOR_S:g} s of processor time"
+        return f"reading it took more than {bounds.processor_s:g} s of processor time"
     if exit_code == _OUT_OF_MEMORY:
         return f"reading it took more than {bounds.memory_bytes / 2**30:g} GiB of memory"
     said = f" ({last_words})" if last_words else ""
