@@ -62,11 +62,23 @@ class Reading:
     number: int | None = None  # of a part of it
 
 
+class _Slot:
+    """Where one thread says what it reads, and what it wrote there last."""
+
+    __slots__ = ("num_bytes", "place", "start")
+
+    def __init__(self, start: int) -> None:
+        self.start = start
+        self.place = ""
+        self.num_bytes = 0
+
+
 class _Readings:
     """What the threads of a child read, in memory that its parent shares."""
 
     _ENTRY = struct.Struct("<Hq")  # bytes of the place and its number, in front of the place itself
     _SLOT_BYTES = 2048
+    _MAX_PLACE_BYTES = _SLOT_BYTES - _ENTRY.size
     _NO_NUMBER = -1
 
     def __init__(self) -> None:
@@ -76,24 +88,28 @@ class _Readings:
         self._taking_slot = threading.Lock()
 
     def write(self, place: str, number: int | None) -> None:
-        slot = self._slots
         try:
-            is_known = slot.place is place
+            slot = self._slots.slot
         except AttributeError:
-            is_known = False
-            with self._taking_slot:
-                slot.start = self._num_slots % _MAX_THREADS * self._SLOT_BYTES
-                self._num_slots += 1
-        if not is_known:
-            text = place.encode("utf-8", "surrogatepass")[: self._SLOT_BYTES - self._ENTRY.size]
-            first = slot.start + self._ENTRY.size
-            self._memory[first : first + len(text)] = text
-            slot.place, slot.num_bytes = place, len(text)
-        self._ENTRY.pack_into(self._memory, slot.start, slot.num_bytes, self._NO_NUMBER if number is None else number)
+            slot = self._take_slot()
+        head_number = self._NO_NUMBER if number is None else number
+        if slot.place is place:
+            self._ENTRY.pack_into(self._memory, slot.start, slot.num_bytes, head_number)
+            return
+        text = place.encode("utf-8", "surrogatepass")[: self._MAX_PLACE_BYTES]
+        slot.place, slot.num_bytes = place, len(text)
+        entry = self._ENTRY.pack(len(text), head_number) + text
+        self._memory[slot.start : slot.start + len(entry)] = entry
+
+    def _take_slot(self) -> _Slot:
+        with self._taking_slot:
+            slot = self._slots.slot = _Slot(self._num_slots % _MAX_THREADS * self._SLOT_BYTES)
+            self._num_slots += 1
+        return slot
 
     def clear(self) -> None:
         """Forget all: what each thread read is done."""
-        for start in range(0, self._num_slots * self._SLOT_BYTES, self._SLOT_BYTES):
+        for start in range(0, min(self._num_slots, _MAX_THREADS) * self._SLOT_BYTES, self._SLOT_BYTES):
             self._ENTRY.pack_into(self._memory, start, 0, self._NO_NUMBER)
 
     def read_all(self) -> list[Reading]:
@@ -133,15 +149,16 @@ def now_reading(place: str, number: int | None = None) -> None:
 
     number: of the part of `place`. Raises `HostileFileError` if that ended an earlier child. Does nothing elsewhere.
     """
-    if _child is None:
+    child = _child
+    if child is None:
         return
-    if _child.deadly:
-        how = _child.deadly.get(Reading(place, number))
+    if child.deadly:
+        how = child.deadly.get(Reading(place, number))
         if how is not None:
             what = place if number is None else f"{place}, number {number}"
             raise HostileFileError(f"{what}: {how}; it is damaged, or made to do so: remove it")
-    _child.readings.write(place, number)
-    _child.renew()
+    child.readings.write(place, number)
+    child.renew()
 
 
 def now_reading_parts(file: str) -> None:
