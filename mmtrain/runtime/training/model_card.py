@@ -12,8 +12,8 @@ from mmtrain.families.hub_models import hub_name_of
 from mmtrain.foreign_yaml import parse_yaml
 from mmtrain.planning.artifact.plan_files import load_plan
 from mmtrain.recipe import Recipe
+from mmtrain.redaction import Redactor
 from mmtrain.report import read_metrics
-from mmtrain.report.trackers.redaction import Redactor
 from mmtrain.runtime.run_folder import PLAN_FILE
 from mmtrain.version import __version__
 
