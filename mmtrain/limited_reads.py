@@ -82,10 +82,19 @@ class _Readings:
     _NO_NUMBER = -1
 
     def __init__(self) -> None:
-        self._memory = mmap.mmap(-1, _MAX_THREADS * self._SLOT_BYTES)
+        self._memory = mmap.mmap(-1, _MAX_THREADS * self._SLOT_BYTES + 1)
         self._slots = threading.local()
         self._num_slots = 0
         self._taking_slot = threading.Lock()
+
+    @property
+    def names_items(self) -> bool:
+        """Whether all that is read is named, down to single items."""
+        return self._memory[-1] == 0
+
+    @names_items.setter
+    def names_items(self, value: bool) -> None:
+        self._memory[-1] = 0 if value else 1
 
     def write(self, place: str, number: int | None) -> None:
         try:
@@ -114,7 +123,7 @@ class _Readings:
 
     def read_all(self) -> list[Reading]:
         readings = []
-        for start in range(0, len(self._memory), self._SLOT_BYTES):
+        for start in range(0, _MAX_THREADS * self._SLOT_BYTES, self._SLOT_BYTES):
             num_bytes, number = self._ENTRY.unpack_from(self._memory, start)
             first = start + self._ENTRY.size
             if num_bytes:
@@ -130,7 +139,7 @@ class _Child:
     bounds: Bounds
     readings: _Readings
     deadly: Mapping[Reading, str]  # what ended an earlier child, and how
-    one_thread: bool  # reads, since it was not clear which of several readings ended the last child
+    is_careful: bool  # one thread reads, and says every item, since it was not clear which of them ended the last child
     file: str = ""  # whose parts are read
 
     def renew(self) -> None:
@@ -158,6 +167,23 @@ def now_reading(place: str, number: int | None = None) -> None:
             what = place if number is None else f"{place}, number {number}"
             raise HostileFileError(f"{what}: {how}; it is damaged, or made to do so: remove it")
     child.readings.write(place, number)
+    child.readings.names_items = True
+    child.renew()
+
+
+def now_reading_item(place: str, number: int | None = None) -> None:
+    """Do as `now_reading`, for one of a million items: the first child says only that it reads items.
+
+    What ends it is found by a second one, which says each of them.
+    """
+    child = _child
+    if child is None:
+        return
+    if child.is_careful:
+        now_reading(place, number)
+        return
+    if child.readings.names_items:
+        child.readings.names_items = False
     child.renew()
 
 
@@ -189,7 +215,7 @@ def done_reading() -> None:
 
 def reads_in_one_thread() -> bool:
     """Return whether only one thread may read, because it must be known what each reads."""
-    return _child is not None and _child.one_thread
+    return _child is not None and _child.is_careful
 
 
 def read_within(bounds: Bounds, function: Callable[[Notify], Any], notify: Notify = lambda _: None) -> Any:
@@ -205,18 +231,18 @@ def read_within(bounds: Bounds, function: Callable[[Notify], Any], notify: Notif
     if not can_fork() or _child is not None:
         return function(notify)
     deadly: dict[Reading, str] = {}
-    one_thread = False
+    is_careful = False
     while True:
         readings = _Readings()
-        end = _run_child(_Child(bounds, readings, dict(deadly), one_thread), function, notify)
+        end = _run_child(_Child(bounds, readings, dict(deadly), is_careful), function, notify)
         if end is None or "value" in end:
             return None if end is None else end["value"]
         if "error" in end:
             raise _error_from_json(end["error"])
         suspects = readings.read_all()
         how = end["died"]
-        if len(suspects) > 1 and not one_thread:
-            one_thread = True
+        if not is_careful and (len(suspects) > 1 or not readings.names_items):
+            is_careful = True
             continue
         if not suspects or suspects[0] in deadly or len(deadly) == MAX_DEADLY_READS:
             places = ", ".join(reading.place for reading in (suspects or deadly))

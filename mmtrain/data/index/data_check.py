@@ -23,7 +23,7 @@ from mmtrain.data.media.target_images import TargetImageReader
 from mmtrain.data.remote.locations import trust_hosts
 from mmtrain.data.text.load_tokenizer import load_recipe_tokenizer
 from mmtrain.errors import DataError, HostileFileError
-from mmtrain.limited_reads import Bounds, now_reading, read_within, reads_in_one_thread
+from mmtrain.limited_reads import Bounds, now_reading_item, read_within, reads_in_one_thread
 from mmtrain.machine_limits import num_available_cores
 from mmtrain.recipe.settings.data_settings import AudioDataSettings, DataSettings, LimitSettings, SourceSettings
 from mmtrain.recipe.settings.encoder_settings import EncoderSettings
@@ -215,7 +215,7 @@ def _read_headers(sample: Sample, encoders: Mapping[MediaKind, EncoderSettings])
     try:
         for modality in MODALITIES.values():
             for kind, medium in sample.media_of(modality.media):
-                now_reading(str(medium))
+                now_reading_item(str(medium))
                 reader = ITEM_READERS[modality.name](encoders[kind], _ANY_DATA)
                 media.append(_ItemizedMedia(kind, medium, reader.read_items(kind, medium).grids))
         reader = ITEM_READERS[VISION.name](encoders["image"], _ANY_DATA)
@@ -238,7 +238,7 @@ class _Decoder:
 
     def __call__(self, item: _ItemizedMedia) -> BadMediaError | None:
         try:
-            now_reading(str(item.media))
+            now_reading_item(str(item.media))
             if item.kind == "target image":
                 assert self.generator is not None, "samples with target images are bad without a generator"
                 TargetImageReader(self.generator, self.data).load_pixels(item.media)

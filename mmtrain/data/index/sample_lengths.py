@@ -32,7 +32,7 @@ from mmtrain.data.text.sample_tokenizer import (
     split_videos,
 )
 from mmtrain.errors import DataError, HostileFileError
-from mmtrain.limited_reads import go_on_reading, now_reading, reads_in_one_thread, renew_processor_time
+from mmtrain.limited_reads import go_on_reading, now_reading_item, reads_in_one_thread, renew_processor_time
 from mmtrain.recipe.settings.data_settings import ImageSettings, SourceSettings
 from mmtrain.recipe.settings.encoder_settings import EncoderSettings
 from mmtrain.recipe.settings.modalities import GENERATOR, MODALITIES, MediaKind, dotted_unit
@@ -253,7 +253,7 @@ class _HeaderReader:
             if self._versions is not None:
                 self._versions.record(file)  # before: a file that changes meanwhile is read anew by the next run
             try:
-                now_reading(file.path if isinstance(file, FileMedia) else str(file))
+                now_reading_item(file.path if isinstance(file, FileMedia) else str(file))
                 headers.append(read_items(file))
             except BadMediaError as bad:
                 headers.append(bad)
@@ -335,7 +335,7 @@ class _SampleMeasurer:
             return Quarantined.of(sample, "too_many_images", reason)
         features = self._media_features(sample, items)
         try:
-            now_reading(sample.source, sample.index)
+            now_reading_item(sample.source, sample.index)
             tokens, targets = self._count_tokens(sample, features)
             if tokens <= data.sample_tokens:
                 return MeasuredSample(sample, source, tokens, targets, items)

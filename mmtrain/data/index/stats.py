@@ -19,7 +19,7 @@ from mmtrain.data.media.audio import HOP_SAMPLES, SAMPLE_RATE_HZ, read_num_frame
 from mmtrain.data.media.images import read_image_size
 from mmtrain.data.media.media_bytes import BadMediaError
 from mmtrain.errors import HostileFileError
-from mmtrain.limited_reads import now_reading, read_within, reads_in_one_thread
+from mmtrain.limited_reads import now_reading_item, read_within, reads_in_one_thread
 from mmtrain.recipe.settings.data_settings import AudioDataSettings, ImageSettings, LimitSettings, SourceSettings
 from mmtrain.recipe.settings.schema import Recipe
 
@@ -82,10 +82,10 @@ def _measure(entry: Sample | Quarantined) -> tuple[float, ...] | str:
     num_frames = 0
     try:
         for image in (*entry.images, *entry.target_images):
-            now_reading(str(image))
+            now_reading_item(str(image))
             sizes.append(read_image_size(image, ImageSettings().max_source_pixels))
         for clip in entry.clips:
-            now_reading(str(clip))
+            now_reading_item(str(clip))
             num_frames += read_num_frames(clip, _ANY_LENGTH, 1)
     except BadMediaError as bad:
         return bad.kind
