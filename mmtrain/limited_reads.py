@@ -32,8 +32,9 @@ from mmtrain.errors import DataError, HostileFileError, MmtrainError
 from mmtrain.foreign_json import parse_json
 from mmtrain.system_calls import can_fork, leave_no_core_file, limit_data_bytes, num_data_bytes, open_memory_file
 
-# Of a header, a row, a template: what takes milliseconds. A tokenizer of 250,000 tokens takes two (2026-12-01).
-MAX_PROCESSOR_S = 10.0
+# Of a header, a row, a template: what takes milliseconds. A tokenizer of 250,000 tokens takes 0.8 s (2026-12-01).
+MAX_PROCESSOR_S = 8.0
+MAX_TEXT_BYTES = 700 << 20  # to read tokenizer or template: that tokenizer takes 203 MiB
 MAX_DEADLY_READS = 20  # after each, everything is read again
 _MAX_THREADS = 256  # of a child, that read
 _IGNORED_SIGNALS = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP")  # the parent decides when a child ends
@@ -187,6 +188,13 @@ def now_reading_item(place: str, number: int | None = None) -> None:
     child.renew()
 
 
+def now_reading_texts(place: str) -> None:
+    """Do as `now_reading` for a tokenizer or a template, which have less memory until `go_on_reading` or the like."""
+    now_reading(place)
+    if _child is not None:
+        _limit_memory(min(MAX_TEXT_BYTES, _child.bounds.memory_bytes))
+
+
 def now_reading_parts(file: str) -> None:
     """Say that parts of a file are read from now on, which `go_on_reading` goes back to. Raises as `now_reading`."""
     if _child is not None:
@@ -198,7 +206,7 @@ def go_on_reading() -> None:
     """Say that more of the file of `now_reading_parts` is read; count memory from what is held now, such as results."""
     if _child is not None:
         now_reading(_child.file)
-        _limit_memory(_child.bounds)
+        _limit_memory(_child.bounds.memory_bytes)
 
 
 def renew_processor_time() -> None:
@@ -211,6 +219,7 @@ def done_reading() -> None:
     """Say that no file of others is read until the next `now_reading`, however long that takes."""
     if _child is not None:
         _child.rest()
+        _limit_memory(_child.bounds.memory_bytes)
 
 
 def reads_in_one_thread() -> bool:
@@ -281,7 +290,7 @@ def _run_child(child: _Child, function: Callable[[Notify], Any], notify: Notify)
     exit_code = os.waitstatus_to_exitcode(status)
     if exit_code == 0 and ("value" in answer or "error" in answer):
         return answer
-    return {"died": _describe_end(exit_code, child.bounds, last_words)}
+    return {"died": _describe_end(exit_code, child.bounds.processor_s, last_words)}
 
 
 def _be_child(child: _Child, function: Callable[[Notify], Any], pipe: IO[str], stderr: int) -> NoReturn:
@@ -325,7 +334,7 @@ def _take_bounds(bounds: Bounds, stderr: int) -> None:
     _end_with_parent()
     if not bounds.network:
         leave_network()
-    _limit_memory(bounds)
+    _limit_memory(bounds.memory_bytes)
 
 
 def _end_with_parent() -> None:
@@ -373,17 +382,18 @@ def can_leave_network() -> bool:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
-def _limit_memory(bounds: Bounds) -> None:
+def _limit_memory(num_bytes: int) -> None:
+    """Let this process have so much memory besides what it has."""
     present = num_data_bytes()
     if present is not None:
-        limit_data_bytes(present + bounds.memory_bytes)
+        limit_data_bytes(present + num_bytes)
 
 
-def _describe_end(exit_code: int, bounds: Bounds, last_words: str) -> str:
+def _describe_end(exit_code: int, processor_s: float, last_words: str) -> str:
     if exit_code == -signal.SIGPROF:
-        return f"reading it took more than {bounds.processor_s:g} s of processor time"
+        return f"reading it took more than {processor_s:g} s of processor time"
     if exit_code == _OUT_OF_MEMORY:
-        return f"reading it took more than {bounds.memory_bytes / 2**30:g} GiB of memory"
+        return "reading it took more memory than it may"
     said = f" ({last_words})" if last_words else ""
     end = f"by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"with exit code {exit_code}"
     return f"reading it ended the process {end}{said}"

@@ -123,6 +123,8 @@ def _run_rounds(check: Check, seeds: range, write: Callable[[str], object]) -> N
             reason = "too much memory"
         shown = reason.encode("unicode_escape").decode("ascii")[:300]
         write(f"{seconds}\t{gib}\t{shown}\n")
+        if gib > MAX_ROUND_GIB:  # the peak stays that of this round; another process goes on
+            return
 
 
 def _recipes(folder: Path) -> Check:

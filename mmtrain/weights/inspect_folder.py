@@ -28,7 +28,7 @@ from mmtrain.weights.folder_tensors import DTYPES, FolderTensors
 from mmtrain.weights.match_tensors import match_tensors
 
 SHOWN_IMAGES = ((336, 336), (1280, 960), (3840, 2160))  # width x height in pixels
-MAX_FOLDER_BYTES = 2 << 30  # of memory, to read config, tokenizer and template: some hundred MB (2026-12-01)
+MAX_FOLDER_BYTES = 2 << 30  # of memory; some MiB for headers of weights, and tokenizers have a bound of their own
 # Unit -> what prepares its media, and the medium by which `read_processor` finds that.
 _SectionT = TypeVar("_SectionT", bound=Section)
 _PROCESSORS = {

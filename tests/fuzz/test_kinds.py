@@ -10,6 +10,12 @@ NUM_ROUNDS = {"plans": 100, "tables": 200, "checkpoints": 50, "templates": 12}  
 MORE_ROUNDS = {"plans": 3000, "tables": 10_000, "checkpoints": 2000, "templates": 100}  # others: 600
 
 
+@pytest.fixture(autouse=True)
+def short_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let templates that would never end be ended soon."""
+    monkeypatch.setattr("mmtrain.limited_reads.MAX_PROCESSOR_S", 1.0)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_kind(kind: str, tmp_path: Path) -> None:
     check = KINDS[kind](tmp_path)
