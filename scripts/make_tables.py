@@ -22,6 +22,7 @@ from mmtrain.data.synthetic.demo import generate_demo
 from mmtrain.models.shapes.model_shape import LayerShape, UnitShape, build_model_shape
 from mmtrain.planning.space.constraints import sizes_to_measure
 from mmtrain.recipe import Recipe, load_recipe
+from mmtrain.runtime.profiling.loading_profiler import measure_loading
 from mmtrain.runtime.profiling.probes import make_probes
 from mmtrain.runtime.profiling.profile import ProfileRequest, profile
 
@@ -66,9 +67,10 @@ def _cpu_core(folder: Path) -> CostTable:
          "data.validation=[]", "train.validate_every=0", "parallel.placement=auto"],
     ).recipe  # fmt: skip
     sizes = sizes_to_measure(recipe, RANKS_OF_CPU)
-    measured = profile(ProfileRequest(recipe, "cpu-core", RANKS_OF_CPU, sizes, build_index(recipe).lengths))
+    index = build_index(recipe)
+    measured = profile(ProfileRequest(recipe, "cpu-core", RANKS_OF_CPU, sizes, index.lengths))
     print(f"median error on loads held out: {measured.median_error:.1%}")
-    return measured.table
+    return measured.table.model_copy(update={"loading": measure_loading(recipe, index, RANKS_OF_CPU)})
 
 
 def _published(hardware: str, folder: Path) -> CostTable:

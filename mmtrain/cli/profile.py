@@ -8,7 +8,7 @@ import typer
 from mmtrain.cli.options import AsJson, Overrides, RecipeFile
 
 if TYPE_CHECKING:
-    from mmtrain.balance import SampleLengths
+    from mmtrain.data import DataIndex
     from mmtrain.recipe import Recipe
 
 
@@ -59,6 +59,7 @@ def profile(
     from mmtrain.costs.cost_table import CostTable
     from mmtrain.planning.space.constraints import sizes_to_measure
     from mmtrain.report.plain_text import time_spread_text
+    from mmtrain.runtime.profiling.loading_profiler import measure_loading
     from mmtrain.runtime.profiling.profile import (
         Profile,
         ProfileRequest,
@@ -79,7 +80,11 @@ def profile(
         existing.merged(empty_cost_table(request))  # raises now, not after minutes of measuring
     require_writable("--out", out, "cost table")
     if address is None:
-        result = measure(replace(request, lengths=_lengths(settings)))
+        index = _read_index(settings)
+        result = measure(replace(request, lengths=None if index is None else index.lengths))
+        if index is not None and not only:
+            loading = measure_loading(settings, index, ranks)
+            result = replace(result, table=result.table.model_copy(update={"loading": loading}))
     elif only or tp:
         raise UserError(
             "--only, --tp: these choose layers, and under a launcher `mmtrain profile` measures messages between nodes "
@@ -115,13 +120,13 @@ def profile(
     typer.echo(f"plan with --set cluster.costs={out}")
 
 
-def _lengths(settings: "Recipe") -> "SampleLengths | None":
-    """Return the lengths of the recipe's data, or None, with a warning, if they cannot be read."""
+def _read_index(settings: "Recipe") -> "DataIndex | None":
+    """Return the index of the recipe's data, or None, with a warning, if it cannot be read."""
     from mmtrain.data import build_index
     from mmtrain.errors import DataError
 
     try:
-        return build_index(settings).lengths
+        return build_index(settings)
     except DataError as error:
         typer.echo(f"mmtrain: cannot read the recipe's data, measuring synthetic loads instead: {error}", err=True)
         return None

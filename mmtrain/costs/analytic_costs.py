@@ -40,6 +40,7 @@ from mmtrain.models.shapes.layer_shape import Attention, MoeMlp
 from mmtrain.models.shapes.model_shape import BLOCK_KINDS, MLP_CHUNK_TOKENS, LayerShape, num_pieces
 
 _ROTATION_KERNELS, _GATE_KERNELS, _JOINT_NORM_KERNELS, _SCALE_KERNELS = 6, 1, 14, 2  # what they add to a block
+_LAYER_INPUT_KERNELS = 6  # of a block's own input: two GEMMs, the gate's activation, its product, a norm and a sum
 # Kernels of one forward: GEMMs with their biases, norms, rotary, attention, activation, residual adds and layout
 # changes. Those of blocks are held by tests/models/test_kernel_budget.py.
 FORWARD_KERNELS = {
@@ -535,7 +536,9 @@ class AnalyticCosts:
 
     def _launches(self, layer: LayerShape, tp: int, direction: PassDirection) -> float:
         num_kernels = FORWARD_KERNELS[layer.kind] + 2 * int(layer.post_norms) + int(layer.adds_carried)
-        num_kernels += 2 * int(isinstance(layer.mixer, Attention) and layer.mixer.qk_norm)
+        num_kernels += int(layer.output_scale) + _LAYER_INPUT_KERNELS * (layer.layer_input > 0)
+        if isinstance(layer.mixer, Attention):
+            num_kernels += 2 * int(layer.mixer.qk_norm) + int(layer.mixer.value_norm)
         if layer.kind == "projector":
             num_kernels *= 1 + layer.carried_in
         if layer.kind == "vit_block":  # blocks of a decoder are counted with rotation and gate
@@ -559,7 +562,7 @@ class AnalyticCosts:
         """Return the seconds in which a block with fewer KV heads than ranks gathers its QKV projections."""
         if not isinstance(layer.mixer, Attention) or layer.mixer.kv_heads >= tp:
             return 0.0
-        width = layer.mixer.inner_width + layer.mixer.kv_width
+        width = layer.mixer.inner_width + layer.mixer.kv_outputs
         return self.collective("all_gather", load.tokens * width * self.element_bytes, GroupLayout(tp))
 
     def _tp_reduce(self, layer: LayerShape, tp: int, load: TokenLoad, direction: PassDirection = "forward") -> float:

@@ -86,7 +86,8 @@ class AttentionArithmetic:
         inner, kv_width = attention.inner_width, attention.kv_width
         divided = attention.first_width * (hidden + int(attention.qkv_bias)) + inner * hidden
         divided += (inner + kv_width // 2) * int(attention.joint_qk_norm)
-        whole = int(self.layer.linear_bias) * hidden + 2 * attention.head_dim * int(attention.qk_norm)
+        num_norms = (1 if attention.reads_kv else 2) * int(attention.qk_norm)
+        whole = int(self.layer.linear_bias) * hidden + num_norms * attention.head_dim
         return PartParameters(divided, whole)
 
     def saved(self, load: TokenLoad, element_bytes: int, tp: int, sorts_sequences: bool) -> SavedWidths:
@@ -95,15 +96,19 @@ class AttentionArithmetic:
         sorts_sequences: see `layer_arithmetic.joins_attention_output`.
         """
         attention = self.attention
-        inner, kv_width, num_heads = attention.inner_width, attention.kv_width, attention.heads + attention.kv_heads
-        # Queries apart from keys and values, if these are fewer; with a norm over all heads both outputs.
-        head_norms = inner if attention.qk_norm and attention.kv_heads < attention.heads else 0
+        inner, kv_width, num_heads = attention.inner_width, attention.kv_width, attention.heads
+        num_heads += attention.kv_heads * (not attention.reads_kv)
+        # Queries apart from keys and values, if these are fewer; those of one KV head lie together anyway. With a norm
+        # over all heads both outputs.
+        head_norms = inner if attention.qk_norm and tp < attention.kv_heads < attention.heads else 0
         head_norm_inputs = (inner + kv_width // 2) * int(attention.qk_norm)
         head_norms += 2 * (inner + kv_width // 2) * int(attention.joint_qk_norm)
         gathered = (tp - 1) * attention.first_width if attention.kv_heads < tp else 0  # keys and values of all ranks
         image_rows = 2 * inner if attention.image_spans else 0  # queries and outputs of the second pass
         fixed_bytes = FP32_BYTES * (self.num_passes * attention.heads // tp)  # of each head's softmax
         fixed_bytes += FP32_BYTES * (num_heads // tp) * int(attention.qk_norm)
+        has_value_norm = attention.value_norm and not attention.reads_kv
+        fixed_bytes += FP32_BYTES * (attention.kv_heads // tp) * int(has_value_norm)
         fixed_bytes += 4 * (inner + kv_width // 2) // tp if attention.joint_qk_norm else 0
         # Their inputs lie beside values, or gates, in one tensor.
         fixed_bytes += fp32_norm_bytes(self.layer, element_bytes, head_norm_inputs // tp, keeps_input=True)
@@ -124,11 +129,14 @@ class AttentionArithmetic:
         """
         attention = self.attention
         inner, keys = attention.inner_width, attention.kv_width // 2
-        of_heads = inner + 2 * keys
+        of_linear = inner + attention.kv_outputs
         if sorts_sequences and not load.exchanged:
-            of_heads *= 1 + int(attention.qk_norm) + int(attention.image_spans)
+            of_heads = inner + 2 * keys + of_linear * (int(attention.qk_norm) + int(attention.image_spans))
         else:
-            of_heads += (inner + keys) * int(attention.rotates)
+            of_heads = of_linear + (inner + keys) * int(attention.rotates)
+            if not attention.reads_kv:  # values apart from the linear's
+                of_heads += keys * int(attention.value_norm or attention.keys_as_values)
+            of_heads += 2 * keys * int(attention.keeps_kv)
         return of_heads + inner * (1 + int(joins_attention_output(load, sorts_sequences)))
 
     def read_by_weight_gradients(self, tp: int, joins_output: bool) -> dict[str, int]:
@@ -158,7 +166,8 @@ class AttentionArithmetic:
         attention = self.attention
         passes = int(attention.rotates) + int(attention.qk_norm or attention.joint_qk_norm)
         gates = 5 * attention.inner_width * int(attention.output_gate)
-        return 2 * passes * (attention.heads + attention.kv_heads) * attention.head_dim + gates
+        values = attention.kv_width * int(attention.value_norm)
+        return 2 * passes * (attention.heads + attention.kv_heads) * attention.head_dim + gates + values
 
 
 class DenseMlpArithmetic:
@@ -322,6 +331,62 @@ class MoeMlpArithmetic:
     def _computed(self, number: int) -> int:
         """Return how many of something the rank has whose experts have most rows, of `number` in the mean."""
         return math.ceil(number * fullest_rank_load(self.mlp))
+
+
+class LayerInputArithmetic:
+    """The costs of a block's own input, or in the embedding of those of all blocks.
+
+    Every rank of a TP group computes all of it but rows of the table.
+    """
+
+    __slots__ = ("layer",)
+
+    def __init__(self, layer: LayerShape) -> None:
+        self.layer = layer
+
+    @property
+    def num_features(self) -> int:
+        """Features of a token that the embedding makes for all blocks."""
+        return self.layer.layer_input * len(self.layer.side_out)
+
+    def gemms(self, tokens: int) -> tuple[Gemm, ...]:
+        """Return the GEMMs of a forward: gate and projection of a block, or that of the embedding."""
+        width, hidden = self.layer.layer_input, self.layer.hidden
+        if not width:
+            return ()
+        if self.layer.kind == "embedding":
+            return (Gemm(tokens, self.num_features, hidden),)
+        return Gemm(tokens, width, hidden), Gemm(tokens, hidden, width)
+
+    def num_parameters(self) -> PartParameters:
+        """Return the number of parameters."""
+        width, hidden = self.layer.layer_input, self.layer.hidden
+        if not width:
+            return PartParameters(0, 0)
+        if self.layer.kind == "embedding":
+            return PartParameters(self.layer.vocab * self.num_features, self.num_features * hidden + width)
+        return PartParameters(0, 2 * width * hidden + hidden)
+
+    def saved_bytes(self, element_bytes: int) -> int:
+        """Return what is kept for a token: inputs of linears, of the gate's activation and products, and of norms.
+
+        The inputs of blocks lie beside the hidden states in what the embedding makes, and stay until the last of them
+        is read.
+        """
+        width, hidden = self.layer.layer_input, self.layer.hidden
+        if not width:
+            return 0
+        if self.layer.kind == "embedding":
+            numbers, num_norms = hidden + 2 * self.num_features, len(self.layer.side_out)
+        else:
+            numbers, num_norms = 2 * hidden + 3 * width, 1
+        return element_bytes * numbers + FP32_BYTES * num_norms
+
+    @property
+    def elementwise_width(self) -> int:
+        """Return how many numbers are moved for a token in forward beside those of GEMMs."""
+        width, hidden = self.layer.layer_input, self.layer.hidden
+        return 8 * self.num_features if self.layer.kind == "embedding" else 5 * hidden * (width > 0) + 5 * width
 
 
 MixerArithmetic: TypeAlias = AttentionArithmetic | DeltaNetArithmetic

@@ -17,9 +17,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mmtrain.costs.block_arithmetic import mixer_arithmetic, mlp_arithmetic
+from mmtrain.costs.block_arithmetic import LayerInputArithmetic, mixer_arithmetic, mlp_arithmetic
 from mmtrain.costs.collectives import CollectiveKind, GroupLayout
 from mmtrain.costs.cost_model import CostModel, PassDirection, PieceCost, TokenSplit
+from mmtrain.models.shapes.layer_shape import LAYER_INPUT_LINEARS
 from mmtrain.models.shapes.model_shape import BLOCK_PIECES, LayerShape
 
 NORM, QKV, ATTENTION, PROJECTION, NORM_MLP, UP, DOWN, ADD = range(len(BLOCK_PIECES))
@@ -140,8 +141,10 @@ def pieces_of(compute: Sequence[float], collectives: Mapping[int, PieceCollectiv
 def piece_compute(layer: LayerShape, tp: int, direction: PassDirection, seconds: BlockSeconds) -> list[float]:
     """Divide what a block computes among its pieces, in the order of `BLOCK_PIECES`."""
     compute = [0.0] * len(BLOCK_PIECES)
-    for piece, gemm_s in zip(_GEMM_PIECES, seconds.gemms, strict=False):
+    num_of_parts = len(seconds.gemms) - (len(LAYER_INPUT_LINEARS) if layer.layer_input else 0)
+    for piece, gemm_s in zip(_GEMM_PIECES, seconds.gemms[:num_of_parts], strict=False):
         compute[piece] += gemm_s
+    compute[ADD] += sum(seconds.gemms[num_of_parts:])
     compute[ATTENTION] += seconds.attention
     compute[QKV] += seconds.kv_gather
     elements = _elements(layer, tp)
@@ -163,10 +166,14 @@ def _elements(layer: LayerShape, tp: int) -> list[float]:
     """Return how many numbers the element-wise work of each piece moves for a token on one of `tp` ranks."""
     mixer, mlp = mixer_arithmetic(layer), mlp_arithmetic(layer)
     split = {ATTENTION: mixer.elementwise_width / tp, UP: mlp.elementwise_width / tp}
-    widths = dict(_WIDTHS)
+    widths: dict[int, float] = dict(_WIDTHS)
     if layer.layer_scale or layer.post_norms:
         widths[NORM_MLP] += 2
         widths[ADD] += 2
     if layer.adds_carried:
         widths[ADD] += 3
+    if layer.output_scale:
+        widths[ADD] += 2
+    if layer.layer_input:
+        widths[ADD] += LayerInputArithmetic(layer).elementwise_width / layer.hidden
     return [split.get(piece, widths.get(piece, 0) * layer.hidden) for piece in range(len(BLOCK_PIECES))]

@@ -28,6 +28,7 @@ __all__ = [
     "LayerEntry",
     "LayerSample",
     "LayerScale",
+    "LoadingEntry",
     "MeasuredSpread",
     "MessageEntry",
     "OptimizerEntry",
@@ -165,6 +166,13 @@ class MeasuredSpread(_Frozen):
     layers: Share
 
 
+class LoadingEntry(_Frozen):
+    """Processor seconds in which a rank without a core to spare prepares a token of its data, beside its passes."""
+
+    layer: str  # kind of the layer by which the token enters its unit
+    token_s: Seconds
+
+
 class LayerScale(_Frozen):
     """How many times as long a layer took in a run as the entries or the model say, whatever its load and tp."""
 
@@ -194,6 +202,7 @@ class CostTable(_Frozen):
     core_speed: CoreSpeed | None = None  # of CPUs; None: the table is older, or nothing was measured
     # What a pass loses each time it stops inside a layer for other work and goes on; None: not measured.
     cut_s: Seconds | None = None
+    loading: tuple[LoadingEntry, ...] = ()  # empty: ranks have cores to spare, or it was not measured
     time_spread: MeasuredSpread | None = None  # None: not measured
     # Of a run whose LLM has experts: standard deviation of their tokens in a pass over the mean; see `MoeMlp`.
     expert_spread: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
@@ -208,6 +217,7 @@ class CostTable(_Frozen):
         require_distinct("layers", [entry.name for entry in self.layers])
         require_distinct("messages", [f"{e.kind} of {e.size} ranks on {e.nodes} nodes" for e in self.messages])
         require_distinct("optimizer", [f"{e.parameters} parameters" for e in self.optimizer])
+        require_distinct("loading", [entry.layer for entry in self.loading])
         require_distinct("layer_scales", [layer_key(scale.layer) for scale in self.layer_scales])
         return self
 
@@ -258,6 +268,7 @@ class CostTable(_Frozen):
         layers = {(layer_key(e.layer), e.tp, e.tp_chunks): e for e in (*self.layers, *newer.layers)}
         messages = {(e.kind, e.size, e.nodes): e for e in (*self.messages, *newer.messages)}
         optimizer = {e.parameters: e for e in (*self.optimizer, *newer.optimizer)}
+        loading = {e.layer: e for e in (*self.loading, *newer.loading)}
         newest_error = self.held_out_error if newer.held_out_error is None else newer.held_out_error
         newest_speed = self.core_speed if newer.core_speed is None else newer.core_speed
         newest_cut_s = self.cut_s if newer.cut_s is None else newer.cut_s
@@ -273,6 +284,7 @@ class CostTable(_Frozen):
                 "layers": tuple(layers.values()),
                 "messages": tuple(messages.values()),
                 "optimizer": tuple(optimizer[parameters] for parameters in sorted(optimizer)),
+                "loading": tuple(loading.values()),
             }
         )
 
@@ -305,6 +317,11 @@ class CostTable(_Frozen):
     def scale_by_layer(self) -> dict[str, LayerScale]:
         """Scales by the key of their layer."""
         return {layer_key(scale.layer): scale for scale in self.layer_scales}
+
+    @cached_property
+    def loading_by_kind(self) -> dict[str, float]:
+        """Processor seconds that preparing a token takes, by the kind of its first layer."""
+        return {e.layer: e.token_s for e in self.loading}
 
     @property
     def has_entries(self) -> bool:

@@ -19,10 +19,11 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import zip_longest
 
+from mmtrain.costs import audio_arithmetic as audio
 from mmtrain.costs import generator_arithmetic as diffusion
 from mmtrain.costs import merger_arithmetic as merger
 from mmtrain.costs import resampler_arithmetic as resampler
-from mmtrain.costs.block_arithmetic import fp32_norm_bytes, mixer_arithmetic, mlp_arithmetic
+from mmtrain.costs.block_arithmetic import LayerInputArithmetic, fp32_norm_bytes, mixer_arithmetic, mlp_arithmetic
 from mmtrain.costs.cost_model import TokenLoad
 from mmtrain.costs.expert_spread import evenly_loaded
 from mmtrain.costs.part_records import FP32_BYTES, INDEX_BYTES, Gemm
@@ -50,9 +51,10 @@ def gemms(layer: LayerShape, load: TokenLoad, tp: int = 1) -> tuple[Gemm, ...]:
         case "patch_embed":
             return (Gemm(t - layer.extra_tokens * load.num_sequences, h, layer.media.patch_features),)
         case "audio_embed":
-            return (Gemm(2 * t, h, 3 * layer.media.mel_bins), Gemm(t, h, 3 * h))
+            return audio.gemms(layer, t)
         case "vit_block" | "decoder_block":
-            return (*mixer_arithmetic(layer).gemms(t, tp), *mlp_arithmetic(layer).gemms(t, tp))
+            of_parts = (*mixer_arithmetic(layer).gemms(t, tp), *mlp_arithmetic(layer).gemms(t, tp))
+            return (*of_parts, *LayerInputArithmetic(layer).gemms(t))
         case "projector":
             rows, width = feature_rows(layer, load), merged_width(layer)
             merge = (Gemm(rows, h, joined_width(layer) // tp),) * layer.projector.merge_linear
@@ -66,7 +68,7 @@ def gemms(layer: LayerShape, load: TokenLoad, tp: int = 1) -> tuple[Gemm, ...]:
         case "merger":
             return merger.gemms(layer, feature_rows(layer, load), tp)
         case "embedding":
-            return ()
+            return LayerInputArithmetic(layer).gemms(t)
         case "head":
             return (Gemm(load.num_targets, layer.vocab // tp, h),)
         case _:
@@ -259,10 +261,11 @@ def _num_weights(layer: LayerShape, tp: int) -> int:
             positions = (layer.media.position_rows + layer.extra_tokens) * h
             return layer.media.patch_features * h + bias * h + positions + extra
         case "audio_embed":
-            return 3 * (layer.media.mel_bins + h) * h + 2 * bias * h + layer.media.position_rows * h
+            return audio.num_parameters(layer)
         case "vit_block" | "decoder_block":
             mixer, mlp = mixer_arithmetic(layer).num_parameters(), mlp_arithmetic(layer).num_parameters()
             whole = num_norms(layer) * norm + 2 * int(layer.layer_scale) * h + mixer.whole + mlp.whole
+            whole += int(layer.output_scale) + LayerInputArithmetic(layer).num_parameters().whole
             return (mixer.divided + mlp.divided) // tp + whole
         case "projector":
             width, whole = merged_width(layer), extra + int(layer.projector.newline) * layer.out
@@ -277,7 +280,8 @@ def _num_weights(layer: LayerShape, tp: int) -> int:
         case "merger":
             return merger.num_parameters(layer, tp) + extra + int(layer.projector.newline) * layer.out
         case "embedding":
-            return layer.vocab * h // tp + layer.queries * h
+            of_blocks = LayerInputArithmetic(layer).num_parameters()
+            return (layer.vocab * h + of_blocks.divided) // tp + layer.queries * h + of_blocks.whole
         case "head":
             return layer.vocab * h // tp + norm
         case _:
@@ -310,8 +314,7 @@ def _layer_activation_bytes(
             )
             return t * (element_bytes * numbers + in_fp32)
         case "audio_embed":
-            # Inputs of both convolutions, three frames side by side, and inputs of their activations.
-            return t * (element_bytes * (2 * 3 * layer.media.mel_bins + 2 * h + 3 * h + h) + INDEX_BYTES)
+            return t * (element_bytes * audio.saved_width(layer) + INDEX_BYTES)
         case "vit_block" | "decoder_block":
             mixer = mixer_arithmetic(layer).saved(load, element_bytes, tp, sorts_sequences)
             mlp = mlp_arithmetic(layer).saved()
@@ -319,7 +322,8 @@ def _layer_activation_bytes(
             whole = 4 * h + 2 * h * int(layer.post_norms) + 2 * h * int(layer.layer_scale)
             numbers = whole + mixer.on_rank + mlp.on_rank + (mixer.divided + mlp.divided) // tp
             in_fp32 = fp32_norm_bytes(layer, element_bytes, num_norms(layer) * h) + 4 * FP32_BYTES  # of two norms
-            return t * (element_bytes * numbers + in_fp32 + mixer.fixed_bytes + mlp.fixed_bytes)
+            of_input = LayerInputArithmetic(layer).saved_bytes(element_bytes)
+            return t * (element_bytes * numbers + in_fp32 + mixer.fixed_bytes + mlp.fixed_bytes + of_input)
         case "projector":
             rows, joined = feature_rows(layer, load), merged_width(layer)
             inputs = rows * joined * max(1, len(layer.norm_widths)) + (t * h if layer.norm_widths else 0)
@@ -334,7 +338,9 @@ def _layer_activation_bytes(
         case "merger":
             return merger.saved_bytes(layer, load, feature_rows(layer, load), element_bytes, tp)
         case "embedding":
-            return INDEX_BYTES * t
+            # The table of blocks' inputs reads the ids once more.
+            of_blocks = LayerInputArithmetic(layer).saved_bytes(element_bytes)
+            return t * (INDEX_BYTES * (1 + (layer.layer_input > 0)) + of_blocks)
         case "head":
             sizes = loss_sizes(layer, load, element_bytes, tp)
             rows = load.num_targets * (2 * INDEX_BYTES + fp32_norm_bytes(layer, element_bytes, h))
@@ -409,6 +415,7 @@ def sequence_parallel_savings(
     """
     h = layer.hidden
     of_block = 4 * h + (2 * h if layer.layer_scale or layer.post_norms else 0)
+    of_block += (2 * h + 3 * layer.layer_input) * (layer.layer_input > 0)
     widths = {"vit_block": of_block, "decoder_block": of_block, "head": h}
     width = widths.get(layer.kind, 0)
     whole = load.tokens * (min(h, width) if recompute else width) * element_bytes
@@ -430,11 +437,12 @@ def elementwise_elements(layer: LayerShape, load: TokenLoad, tp: int = 1) -> int
         case "patch_embed":
             return layer.media.position_neighbors * t * h
         case "audio_embed":
-            return t * (12 * layer.media.mel_bins + 14 * h)
+            return t * audio.elementwise_width(layer)
         case "vit_block" | "decoder_block":
             divided = mixer_arithmetic(layer).elementwise_width + mlp_arithmetic(layer).elementwise_width
             residual = 10 * h + (4 * h if layer.layer_scale or layer.post_norms else 0)
-            residual += 3 * h * int(layer.adds_carried)
+            residual += 3 * h * int(layer.adds_carried) + 2 * h * int(layer.output_scale)
+            residual += LayerInputArithmetic(layer).elementwise_width
             return t * (residual + divided // tp)
         case "projector":
             joins = 2 * feature_rows(layer, load) * layer.out_width if layer.carried_in else 0
@@ -446,7 +454,7 @@ def elementwise_elements(layer: LayerShape, load: TokenLoad, tp: int = 1) -> int
         case "merger":
             return merger.elementwise_elements(layer, load, feature_rows(layer, load), tp)
         case "embedding":
-            return 2 * t * layer.out_width
+            return t * (2 * layer.out_width + LayerInputArithmetic(layer).elementwise_width)
         case "head":
             return load.num_targets * 2 * h + softmax_elements(layer, load, tp)
         case _:
@@ -455,7 +463,7 @@ def elementwise_elements(layer: LayerShape, load: TokenLoad, tp: int = 1) -> int
 
 def softmax_elements(layer: LayerShape, load: TokenLoad, tp: int = 1) -> int:
     """Return how many numbers the softmax of a head's logits moves in forward."""
-    return load.num_targets * (8 * layer.vocab // tp)
+    return load.num_targets * ((8 + 2 * layer.caps_logits) * layer.vocab // tp)
 
 
 def activation_function_elements(layer: LayerShape, load: TokenLoad, tp: int = 1) -> int:
@@ -484,7 +492,7 @@ def payload_bytes(layer: LayerShape, load: TokenLoad) -> int:
         case "patch_embed":
             return load.tokens * layer.media.patch_features
         case "audio_embed":
-            return 2 * load.tokens * layer.media.mel_bins * FP32_BYTES
+            return layer.media.frames_per_token * load.tokens * layer.media.mel_bins * FP32_BYTES
         case "embedding":
             return load.tokens * INDEX_BYTES
         case "head":  # with the places and the sources of targets

@@ -31,10 +31,11 @@ _HOLDERS: dict[type[Any], str] = {
 }
 _OPTIONAL_RECORDS = ("mixer", "mlp")  # which a layer does not have if none of their fields is stated
 # Not measured apart: what trains, the few vectors that queries are, activation functions that run again, copies to host
-# memory, experts on several replicas or with unequal loads, how a router chooses them, and by which angles heads turn.
+# memory, experts on several replicas or with unequal loads, how a router chooses them, by which angles heads turn, and
+# what travels beside hidden states.
 _NOT_MEASURED = (
     *("trainable", "frozen", "lora", "trains_adapters_only", "queries", "recomputes_activation", "offload", "ep"),
-    *("load_spread", "router", "rotary_alternates"),
+    *("load_spread", "router", "rotary_alternates", "side_in", "side_out"),
 )
 _KINDS: tuple[str, ...] = get_args(get_type_hints(LayerShape)["kind"])
 

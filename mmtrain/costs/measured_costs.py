@@ -177,6 +177,8 @@ class MeasuredCosts:
             seconds += self.model.activation_again(layer, tp, load, kind)
             seconds += self.model.mlp_chunk_sums(layer, tp, load, kind)
             seconds += expert_exchange_seconds(work, self, self.model.hardware.ranks_per_node, self.model.element_bytes)
+        if kind == "forward" and self.table.loading:
+            seconds += self.table.loading_by_kind.get(layer.kind, 0.0) * load.tokens
         if not self.table.layer_scales:
             return seconds
         scale = self.table.scale_by_layer.get(_key(layer))

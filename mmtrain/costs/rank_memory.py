@@ -7,7 +7,7 @@ from typing import Literal
 
 from mmtrain.costs import generator_arithmetic as diffusion
 from mmtrain.costs import layer_arithmetic as analytic
-from mmtrain.costs.block_arithmetic import mixer_arithmetic, mlp_arithmetic
+from mmtrain.costs.block_arithmetic import LayerInputArithmetic, mixer_arithmetic, mlp_arithmetic
 from mmtrain.costs.context_parallel_costs import exchange_buffer_bytes
 from mmtrain.costs.cost_model import CostModel, TokenLoad
 from mmtrain.costs.expert_costs import expert_replicas
@@ -489,7 +489,8 @@ def _matrix_gradient_bytes(held: RankLayer, precision: Precision) -> int:
     layer = held.layer
     if layer.kind not in ("embedding", "head") or not layer.trains_weights:
         return 0
-    return layer.vocab * layer.hidden // held.tp * ELEMENT_BYTES[precision]
+    width = layer.hidden + LayerInputArithmetic(layer).num_features * (layer.kind == "embedding")
+    return layer.vocab * width // held.tp * ELEMENT_BYTES[precision]
 
 
 def hidden_state_bytes(layer: LayerShape, load: TokenLoad, precision: Precision) -> int:

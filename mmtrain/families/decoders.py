@@ -76,14 +76,20 @@ def decoder_settings(
         "window": None,
         "full_attention_blocks": (),
         "window_rope_base": None,
+        "full_attention": None,
+        "shared_kv": None,
+        "per_layer_embeddings": None,
+        "value_norm": False,
         "query_scale": None,
         "query_growth": None,
         "rope_after_media": "sides",
         "post_norms": False,
         "zero_centered_norms": False,
+        "block_scales": False,
         "scale_embeddings": False,
         "image_attention": "causal",
         "vocab": config.integer("vocab_size", assumed["vocab_size"]),
+        "logit_cap": None,
         "norm_eps": config.number("rms_norm_eps", defaults.get("rms_norm_eps", 1e-6)),
         "tie_embeddings": config.flag("tie_word_embeddings", False),
         **(rotary_settings(config, defaults.get("rope_theta", 10000.0)) if rotary is None else rotary),
@@ -129,6 +135,8 @@ def decoder_weights(
     hidden, vocab, layers = llm["hidden"], llm["vocab"], llm["layers"]
     last = layers + 1
     yield vocabulary("llm.layers.0.table.weight", f"{model}embed_tokens.weight", vocab, hidden)
+    if llm["per_layer_embeddings"] is not None:
+        yield from _layer_inputs_weights(llm, model)
     for block in range(layers):
         yield from _block_weights(llm, block, f"{model}layers.{block}.", experts)
     yield as_is(f"llm.layers.{last}.norm.weight", f"{model}norm.weight", (hidden,))
@@ -139,16 +147,26 @@ def decoder_weights(
 def _block_weights(llm: Settings, block: int, theirs: str, layout: ExpertLayout) -> Iterator[ParameterSource]:
     ours = f"llm.layers.{block + 1}."
     hidden, ffn = llm["hidden"], llm["ffn"]
+    if reads_kv(llm, block):
+        ffn = llm["shared_kv"]["ffn"] or ffn
     yield as_is(f"{ours}input_layernorm.weight", f"{theirs}input_layernorm.weight", (hidden,))
     if llm["delta_net"] is not None and block not in llm["full_attention_blocks"]:
         yield from _delta_net_weights(llm["delta_net"], hidden, f"{ours}self_attention.", f"{theirs}linear_attn.")
     else:
-        yield from _attention_weights(llm, f"{ours}self_attention.", f"{theirs}self_attn.")
+        heads = attention_heads(llm, block)
+        yield from _attention_weights(heads, f"{ours}self_attention.", f"{theirs}self_attn.")
     before_mlp = "pre_feedforward_layernorm" if llm["post_norms"] else "post_attention_layernorm"
     yield as_is(f"{ours}pre_mlp_layernorm.weight", f"{theirs}{before_mlp}.weight", (hidden,))
     if llm["post_norms"]:
         yield as_is(f"{ours}self_attn_bda.norm.weight", f"{theirs}post_attention_layernorm.weight", (hidden,))
         yield as_is(f"{ours}mlp_bda.norm.weight", f"{theirs}post_feedforward_layernorm.weight", (hidden,))
+    if llm["per_layer_embeddings"] is not None:
+        width = llm["per_layer_embeddings"]["width"]
+        yield as_is(f"{ours}layer_input.gate.weight", f"{theirs}per_layer_input_gate.weight", (width, hidden))
+        yield as_is(f"{ours}layer_input.projection.weight", f"{theirs}per_layer_projection.weight", (hidden, width))
+        yield as_is(f"{ours}layer_input.norm.weight", f"{theirs}post_per_layer_input_norm.weight", (hidden,))
+    if llm["block_scales"]:
+        yield as_is(f"{ours}output_scale", f"{theirs}layer_scalar", (1,))
     moe = llm["moe"]
     if moe is None or block in moe["dense_blocks"]:
         yield from _gated_mlp_weights(f"{ours}mlp.", f"{theirs}mlp.", (ffn, hidden))
@@ -157,15 +175,47 @@ def _block_weights(llm: Settings, block: int, theirs: str, layout: ExpertLayout)
     yield from _mixture_weights(moe, hidden, (f"{ours}mlp.", f"{theirs}{mixture}"), layout)
 
 
+def _layer_inputs_weights(llm: Settings, model: str) -> Iterator[ParameterSource]:
+    """Yield the weights that make the own inputs of all blocks; `model` is the prefix of the LLM's tensors."""
+    width, hidden = llm["per_layer_embeddings"]["width"], llm["hidden"]
+    of_all, ours = llm["layers"] * width, "llm.layers.0.layer_inputs."
+    yield vocabulary(f"{ours}table.weight", f"{model}embed_tokens_per_layer.weight", llm["vocab"], of_all)
+    yield as_is(f"{ours}linear.weight", f"{model}per_layer_model_projection.weight", (of_all, hidden))
+    yield as_is(f"{ours}norm.weight", f"{model}per_layer_projection_norm.weight", (width,))
+
+
+def reads_kv(llm: Settings, block: int) -> bool:
+    """Return whether a block reads keys and values of an earlier one."""
+    return llm["shared_kv"] is not None and block >= llm["layers"] - llm["shared_kv"]["blocks"]
+
+
+def attention_heads(llm: Settings, block: int) -> Settings:
+    """Return the settings of the LLM with those of a block's attention in the place of the ones that most have."""
+    full = llm["full_attention"]
+    llm = {**llm, "reads_kv": reads_kv(llm, block)}
+    if full is None or block not in llm["full_attention_blocks"]:
+        return {**llm, "keys_as_values": False}
+    # Rotary positions take pairs of features as the tensors have them.
+    return {**llm, **full, "kv_heads": full["kv_heads"] or llm["kv_heads"], "rope_width": None}
+
+
 def _attention_weights(llm: Settings, ours: str, theirs: str) -> Iterator[ParameterSource]:
     """Yield the weights of attention; `ours` and `theirs` are the prefixes of our parameters and of the tensors."""
     hidden, heads, kv_heads, head_dim = llm["hidden"], llm["heads"], llm["kv_heads"], llm["head_dim"]
     for kind, inputs in (("weight", (hidden,)), ("bias", ()))[: 1 + llm["qkv_bias"]]:
         projections = (f"{theirs}q_proj.{kind}", f"{theirs}k_proj.{kind}", f"{theirs}v_proj.{kind}")
         joint = f"{ours}linear_qkv.{kind}"
+        if llm["reads_kv"]:
+            yield as_is(joint, projections[0], (heads * head_dim, *inputs))
+            continue
+        if llm["keys_as_values"]:
+            rows = (heads * head_dim, kv_heads * head_dim)
+            parts = [(tensor, 0, number) for tensor, number in zip(projections, rows, strict=False)]
+            yield parts_by_head(joint, parts, kv_heads, inputs)
+            continue
         layout = gated_query_key_value if llm["attention_gate"] else query_key_value
         yield layout(joint, projections, heads, kv_heads, head_dim, inputs, llm["rope_width"])
-    for norm in "qk" if llm["qk_norm"] else "":
+    for norm in ("q" if llm["reads_kv"] else "qk") if llm["qk_norm"] else "":
         yield head_features(
             f"{ours}{norm}_layernorm.weight", f"{theirs}{norm}_norm.weight", head_dim, llm["rope_width"]
         )

@@ -66,7 +66,7 @@ class ModelFolder:
             check_encoder_agreement(self.path, self.settings, image, self.family)
             return image
         if section == "audio":
-            return read_audio_settings(self.path, self.settings.model["audio"]["mel_bins"]) or assumed
+            return self._audio_settings(assumed)
         if section == "video":
             vision = self.settings.model["vision"]
             stated = read_video_settings(self.path, self.family.video_type, self.data_settings("image"), vision)
@@ -79,6 +79,15 @@ class ModelFolder:
             return {**assumed, **stated, **fixed}
         return assumed
 
+    def _audio_settings(self, assumed: Settings) -> Settings:
+        audio = self.settings.model["audio"]
+        stated = read_audio_settings(self.path, audio["mel_bins"])
+        if stated is None:
+            return assumed
+        if audio["clip_end"] == "mirrored":  # an extractor that does not pad clips does not cut them either
+            stated = {**stated, "long_clips": "reject"}
+        return {**assumed, **stated}
+
     def trained_config(self, num_tokens: int) -> Mapping[str, Any]:
         """Return the config of the trained model: with its vocabulary, and tied embeddings only if they are."""
         config = self.config
@@ -86,6 +95,8 @@ class ModelFolder:
             config = _changed(config, "tie_word_embeddings", False, is_everywhere=True)
         if num_tokens != self.settings.model["llm"]["vocab"]:
             config = _changed(config, "vocab_size", num_tokens)
+            if self.settings.model["llm"].get("per_layer_embeddings") is not None:
+                config = _changed(config, "vocab_size_per_layer_input", num_tokens)
         return config
 
 

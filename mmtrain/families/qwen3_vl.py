@@ -108,6 +108,8 @@ def folder_settings(
     tower = config.section("vision_config")
     common = tower_settings(tower, tower.integer("hidden_size", 1152), depth=27, patch=16)
     tower.require("out_hidden_size", llm["hidden"], default=3584)
+    tower.require("apply_vit_abs_pos_embed", True, default=True)
+    tower.pass_over("image_size", "tokens_per_second")  # folders of Qwen3-Omni have them, and nothing reads them
     vision = {
         **common,
         "ffn": tower.integer("intermediate_size", 4304),

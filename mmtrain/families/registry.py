@@ -11,6 +11,8 @@ from mmtrain.families.family import Family, FolderSettings, JsonFiles, NewModel
 from mmtrain.families.folder_files import CONFIG_FILE, IMAGE_PROCESSOR_FILE
 from mmtrain.families.gemma3 import GEMMA3
 from mmtrain.families.gemma3_text import GEMMA3_TEXT
+from mmtrain.families.gemma4 import GEMMA4
+from mmtrain.families.gemma4_text import GEMMA4_TEXT
 from mmtrain.families.generators import PIXART, UNET, VAE
 from mmtrain.families.glm4_moe import GLM4_MOE
 from mmtrain.families.glm4v_moe import GLM4V_MOE
@@ -26,6 +28,7 @@ from mmtrain.families.qwen2_audio import QWEN2_AUDIO
 from mmtrain.families.qwen2_vl import QWEN2_VL
 from mmtrain.families.qwen3_5 import QWEN3_5, QWEN3_5_TEXT
 from mmtrain.families.qwen3_5_moe import QWEN3_5_MOE, QWEN3_5_MOE_TEXT
+from mmtrain.families.qwen3_omni_moe import QWEN3_OMNI_MOE
 from mmtrain.families.qwen3_vl import QWEN3_VL, QWEN3_VL_MOE
 from mmtrain.families.text_decoders import LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from mmtrain.plugins import find_plugin, installed_plugins
@@ -35,6 +38,8 @@ FAMILIES: dict[str, Family] = {
     for family in (
         GEMMA3,
         GEMMA3_TEXT,
+        GEMMA4,
+        GEMMA4_TEXT,
         GLM4_MOE,
         GLM4V_MOE,
         INTERNVL,
@@ -57,6 +62,7 @@ FAMILIES: dict[str, Family] = {
         QWEN3_5_TEXT,
         QWEN3_5_MOE,
         QWEN3_5_MOE_TEXT,
+        QWEN3_OMNI_MOE,
         QWEN3_VL,
         QWEN3_VL_MOE,
     )

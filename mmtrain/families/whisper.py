@@ -29,6 +29,8 @@ def whisper_settings(config: ConfigSection, defaults: Mapping[str, int]) -> Sett
         "key_bias": False,
         "positions": "fixed",
         "chunk": None,
+        "conv_channels": None,
+        "window_chunks": 1,
         "max_frames": 2 * config.integer("max_source_positions", 1500),
     }
 
@@ -43,19 +45,24 @@ def whisper_weights(audio: Settings, model: str, last_norm: str = "layer_norm") 
     if audio["positions"] == "fixed":
         num_positions = audio["max_frames"] // 2
         yield as_is(f"{ours}positions", f"{model}embed_positions.weight", (num_positions, hidden))
-    for block in range(layers):
-        yield from _block_weights(audio, f"audio.layers.{block + 1}.", f"{model}layers.{block}.")
+    yield from whisper_block_weights(audio, model)
     for kind in ("weight", "bias"):
         yield as_is(f"audio.layers.{layers + 1}.post_norm.{kind}", f"{model}{last_norm}.{kind}", (hidden,))
 
 
+def whisper_block_weights(audio: Settings, model: str) -> Iterator[ParameterSource]:
+    """Yield the weights of all blocks; `model` is the prefix of the encoder's tensors."""
+    for block in range(audio["layers"]):
+        yield from _block_weights(audio, f"audio.layers.{block + 1}.", f"{model}layers.{block}.")
+
+
 def _block_weights(audio: Settings, ours: str, theirs: str) -> Iterator[ParameterSource]:
-    """Yield the weights of one block, whose keys have no bias."""
+    """Yield the weights of one block, whose keys may have no bias."""
     hidden, heads, ffn = audio["hidden"], audio["heads"], audio["ffn"]
     attention = f"{theirs}self_attn."
     for kind, inputs, inner_inputs in (("weight", (hidden,), (ffn,)), ("bias", (), ())):
         yield as_is(f"{ours}input_layernorm.{kind}", f"{theirs}self_attn_layer_norm.{kind}", (hidden,))
-        key = f"{attention}k_proj.{kind}" if kind == "weight" else None
+        key = f"{attention}k_proj.{kind}" if kind == "weight" or audio["key_bias"] else None
         projections = (f"{attention}q_proj.{kind}", key, f"{attention}v_proj.{kind}")
         joint = f"{ours}self_attention.linear_qkv.{kind}"
         yield query_key_value(joint, projections, heads, heads, hidden // heads, inputs)

@@ -79,7 +79,7 @@ def _layer_factory(
 
     kinds = (*BLOCK_KINDS, "dit_block", "unet_attention")
     block = next(layer for layer in unit.layers if layer.kind in kinds and isinstance(layer.mixer, Attention))
-    attending = [block, *(layer for layer in unit.layers if layer.kind == "resampler")]
+    attending = [layer for layer in unit.layers if isinstance(layer.mixer, Attention)]
     query_scale = None
     if unit.kind == "generator":
         activation: Activation = "gelu_tanh"

@@ -38,9 +38,9 @@ def plan(problem: PlanningProblem, *, budget: SearchBudget = DEFAULT_BUDGET) -> 
         PlanError: constraints leave no mesh, or nothing fits into memory; names the binding constraint.
     """
     require_feasible(problem)
-    problem = with_expert_ranks(problem, budget)
+    problem, known = with_expert_ranks(problem, budget)
     request = problem.request
-    evaluator, results = search_placements(problem, budget)
+    evaluator, results = search_placements(problem, budget, known)
     baseline_planner = BaselinePlanner(evaluator, results.enumerated)
     if request.baseline is not None:
         baseline = baseline_planner.plan_requested(request.baseline)
@@ -67,8 +67,12 @@ def plan(problem: PlanningProblem, *, budget: SearchBudget = DEFAULT_BUDGET) -> 
     return finish_plan(chosen, evaluator, alternatives, by_spread)
 
 
-def search_placements(problem: PlanningProblem, budget: SearchBudget) -> tuple[Evaluator, SearchResults]:
+def search_placements(
+    problem: PlanningProblem, budget: SearchBudget, known: Evaluator | None = None
+) -> tuple[Evaluator, SearchResults]:
     """Search all placements; return the results with the evaluator that made them.
+
+    known: an evaluator of the problem, where a quick search had one.
 
     How many searches that takes, each as long as `StrategySearches` needs for the whole problem:
 
@@ -84,7 +88,7 @@ def search_placements(problem: PlanningProblem, budget: SearchBudget) -> tuple[E
         PlanError: nothing fits.
     """
     misfits: tuple[Evaluator, SearchResults] | None = None
-    for evaluator in variants_of(problem, budget):
+    for evaluator in variants_of(problem, budget, first=known):
         searches = StrategySearches(evaluator)
         faster = with_faster_activations(evaluator, searches.search(max_strategies=1))
         if faster is not None:

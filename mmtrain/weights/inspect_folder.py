@@ -133,7 +133,7 @@ def _media_tokens(folder: ModelFolder) -> dict[str, float]:
             tokens[f"image of {width} x {height}"] = count_image_features(width, height, vision, image)
     if "audio" in units:
         audio = _validated(AudioSettings, units["audio"], folder, "its audio encoder is not a possible one")
-        tokens["second of sound"] = SAMPLE_RATE_HZ / HOP_SAMPLES / audio.cells_per_feature
+        tokens["second of sound"] = audio.count_cells(SAMPLE_RATE_HZ // HOP_SAMPLES) / audio.cells_per_feature
     return tokens
 
 

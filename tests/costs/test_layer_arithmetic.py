@@ -18,12 +18,15 @@ from mmtrain.models.shapes.layer_shape import MoeMlp
 from mmtrain.models.shapes.model_shape import LayerShape, ModelShape
 from mmtrain.recipe.settings.model_settings import ModelSettings
 from tests.models.factory import (
+    CONVOLVED,
     DEEPSTACK,
     MERGED,
     PIXTRAL,
     POOLED,
     RESAMPLED,
     SCALED,
+    SHARED_KV,
+    TWO_KINDS,
     WINDOWED,
     clips,
     images,
@@ -37,6 +40,7 @@ from tests.models.factory import (
 IMAGES = ((4, 6), (2, 2), (6, 4))
 TEXTS = (9, 12, 15)
 CLIPS = (12, 4, 20)
+CHUNKS = (48, 24, 24)  # frames of clips of whole chunks
 PLACES = (1, 2, 3, 4, 5, 6, 13, 22, 23, 24, 25, 26, 27)
 
 GROUPED = {
@@ -60,6 +64,8 @@ MODELS = {
     "gelu": settings(llm={"mlp": "gelu"}),
     "normalized outputs": settings(llm={"post_norms": True, "zero_centered_norms": True, "mlp": "geglu"}),
     "normalized heads": settings(llm={"qk_norm": True, "head_dim": 16}),
+    "two kinds of attention": settings(llm=TWO_KINDS | {"window": 64}),
+    "shared keys and values": settings(llm=SHARED_KV | {"window": 64}),
     "pooled": settings(vision=POOLED),
     "merged": settings(vision=MERGED),
     "pixtral": settings(vision=PIXTRAL),
@@ -81,6 +87,7 @@ SPEECH = {
     "learned": settings(audio={"positions": "learned", "downsample": 1, "projector": {"norm": True}}),
     "frozen_encoder": settings(audio={"freeze": True}),
     "averages": settings(audio={"pooling": "mean", "projector": {"kind": "linear"}}),
+    "convolved": settings(audio=CONVOLVED),
 }
 EMBEDS = ("patch_embed", "audio_embed")  # not split by tensor parallelism
 UNITS = [(model, unit) for model in MODELS.values() for unit in ("vision", "llm")]
@@ -92,7 +99,9 @@ def load_of(model: ModelSettings, unit: str) -> TokenLoad:
     if unit == "llm":
         return load_of_text(text(*TEXTS))
     if unit == "audio":
-        return TokenLoad.of(np.array(CLIPS) // 2)
+        assert model.audio is not None
+        is_cut = model.audio.chunk is not None
+        return TokenLoad.of(np.array(CHUNKS if is_cut else CLIPS) // model.audio.cells_per_token)
     assert model.vision is not None
     return TokenLoad.of(np.array([r * c + model.vision.class_token for r, c in IMAGES]))
 
@@ -111,7 +120,8 @@ def counted_flops(model: ModelSettings, unit: str) -> tuple[int, int]:
         trains = shape_of(model).unit("vision").first_trainable is not None
         width = shape_of(model).edge("vision", "llm").width
         features = {"vision": torch.randn(len(PLACES), width, requires_grad=trains)}
-    inputs = {"llm": text(*TEXTS, places=PLACES), "vision": images(*IMAGES), "audio": clips(*CLIPS)}[unit]
+    clip_frames = CHUNKS if model.audio is not None and model.audio.chunk is not None else CLIPS
+    inputs = {"llm": text(*TEXTS, places=PLACES), "vision": images(*IMAGES), "audio": clips(*clip_frames)}[unit]
     with sdpa_kernel(SDPBackend.MATH):  # the counter knows no fused attention on a CPU
         with FlopCounterMode(display=False) as forward:
             out = module(None, inputs, features)

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from mmtrain.costs import AnalyticCosts, CostTable, GroupLayout, MeasuredCosts, TokenLoad, preset
 from mmtrain.costs.block_arithmetic import mixer_arithmetic
 from mmtrain.costs.choose import layers_without_entry
-from mmtrain.costs.cost_model import LayerWork
+from mmtrain.costs.cost_model import ComputeKind, LayerWork
 from mmtrain.costs.cost_table import LayerEntry, LayerSample, MessageEntry, layer_fields
 from mmtrain.costs.measured_costs import Curve, interpolation_errors
 from mmtrain.errors import PlanError
@@ -382,3 +383,25 @@ def _refusal(folder: Path, content: dict[str, Any], message: str) -> str:
     with pytest.raises(PlanError, match=message) as caught:
         CostTable.load(path)
     return str(caught.value)
+
+
+def test_preparing_a_token_costs_time_where_it_enters_its_unit() -> None:
+    embedding = shape_of(settings()).unit("llm").layers[0]
+    with_loading = {"loading": [{"layer": "embedding", "token_s": 2e-6}]}
+    costs, without = (MeasuredCosts(_table(embedding, **fields), MODEL) for fields in (with_loading, {}))
+
+    def added(layer: LayerShape, kind: ComputeKind) -> float:
+        work = LayerWork(layer, 1, _load(100, 50), kind)
+        return costs.seconds(work) - without.seconds(work)
+
+    assert added(embedding, "forward") == pytest.approx(150 * 2e-6)
+    assert added(embedding, "backward") == added(embedding, "recompute") == 0
+    assert added(BLOCK, "forward") == 0
+
+
+def test_a_newer_table_replaces_what_preparing_tokens_takes_by_their_layer() -> None:
+    older = _table(loading=[{"layer": "embedding", "token_s": 2e-6}, {"layer": "patch_embed", "token_s": 3e-6}])
+    newer = _table(loading=[{"layer": "embedding", "token_s": 4e-6}])
+    assert older.merged(newer).loading_by_kind == {"embedding": 4e-6, "patch_embed": 3e-6}
+    with pytest.raises(ValidationError, match="loading"):
+        _table(loading=[{"layer": "embedding", "token_s": 2e-6}] * 2)

@@ -25,6 +25,7 @@ from mmtrain.models.stage.stage_inputs import UnitInput
 from mmtrain.models.stage.stage_module import StageModule
 from tests.distributed import run_ranks
 from tests.models.factory import (
+    CONVOLVED,
     DEEPSTACK,
     GROWING,
     MERGED,
@@ -32,6 +33,8 @@ from tests.models.factory import (
     POOLED,
     RESAMPLED,
     SCALED,
+    SHARED_KV,
+    TWO_KINDS,
     WINDOWED,
     clips,
     images,
@@ -46,6 +49,7 @@ COSTS = AnalyticCosts(preset("cpu-core"), "fp32")
 STATE = state_bytes("fp32")
 LENGTHS = (90, 120, 60, 100)
 CLIPS = (60, 80, 20)
+CHUNKS = (48, 96, 24)  # frames of clips of whole chunks
 IMAGES = ((6, 6), (4, 6), (6, 4), (2, 2))
 EVEN = (30, 40, 10)  # two ranks share these tokens without padding
 WIDE = settings(vision={"hidden": 96, "ffn": 256}, llm={"hidden": 128, "kv_heads": 4, "ffn": 320, "vocab": 512})
@@ -194,11 +198,15 @@ GROUPED: dict[str, Any] = {
         ("vision", RESAMPLED | {"class_token": False}),
         ("vision", RESAMPLED | {"class_token": False, "projector": {"kind": "resampler", "queries": 8, "norm": True}}),
         ("audio", {}),
+        ("audio", CONVOLVED),
         ("llm", {}),
         ("llm", {"qk_norm": True}),
         ("llm", GROWING),
         ("llm", {"post_norms": True, "zero_centered_norms": True}),
         ("llm", {"image_attention": "bidirectional"}),
+        ("llm", TWO_KINDS | {"window": 200}),
+        ("llm", SHARED_KV | {"window": 200}),
+        ("llm", TWO_KINDS | {"window": 200, "full_attention": {"head_dim": 48, "kv_heads": 2}}),
         ("llm", {"moe": {"experts": 8, "top_k": 2, "ffn": 160}}),
         ("llm", {"moe": {"experts": 6, "top_k": 3, "ffn": 96, "normalize": False, "dense_blocks": (0,)}}),
         ("llm", {"moe": {"experts": 8, "top_k": 2, "ffn": 96, "shared_ffn": 160, "scores": "sigmoid", "z_loss": 1e-3}}),
@@ -209,15 +217,17 @@ def test_activation_bytes_are_those_that_autograd_saves(unit: str, more: dict[st
     model = settings(
         vision={"hidden": 96, "ffn": 256, **(more if unit == "vision" else {})},
         llm={"hidden": 128, "kv_heads": 4, "ffn": 320, "vocab": 512, **(more if unit == "llm" else {})},
-        audio={"hidden": 96, "ffn": 256, "mel_bins": 40},
+        audio={"hidden": 96, "ffn": 256, "mel_bins": 40, **(more if unit == "audio" else {})},
     )
     module = stage(model, unit)
     if unit == "vision":
         inputs = images(*IMAGES)
         load = TokenLoad.of(np.array([r * c + more.get("class_token", 0) for r, c in IMAGES]))
     elif unit == "audio":
-        inputs = clips(*CLIPS, bins=40)
-        load = TokenLoad.of(np.array(CLIPS) // 2)
+        assert model.audio is not None
+        frames = CHUNKS if more else CLIPS
+        inputs = clips(*frames, bins=40)
+        load = TokenLoad.of(np.array(frames) // model.audio.cells_per_token)
     else:
         inputs = text(*LENGTHS)
         load = load_of_text(inputs)

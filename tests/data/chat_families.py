@@ -139,6 +139,11 @@ OMNI = (
         "            {%- else -%}\n                {{- part.text -}}",
     )
 )  # fmt: skip
+QWEN3_OMNI = model_folders.CHATML_WITH_MEDIA.replace(
+    "{%- else -%}\n                {{- part.text -}}",
+    "{%- elif part.type == 'audio' -%}\n                {{- '<|audio_start|><|audio_pad|><|audio_end|>' -}}\n"
+    "            {%- else -%}\n                {{- part.text -}}",
+)
 # The system text stands in the first question, also where that is a list of parts.
 GEMMA3 = """
 {{- bos_token -}}
@@ -251,6 +256,7 @@ _MORE_TOKENS = {
     "qwen3": (
         *("<image>", "<video>", "<img>", "</img>", "<IMG_CONTEXT>", "<|IMAGE|>", "<|VIDEO|>", "<|AUDIO|>"),
         *("<|vision_bos|>", "<|vision_eos|>", "<|audio_bos|>", "<|audio_eos|>"),
+        *("<|audio_start|>", "<|audio_pad|>", "<|audio_end|>"),
     ),
     "gemma3": (),
 }
@@ -356,6 +362,7 @@ CHAT_FAMILIES: dict[str, ChatFamily] = {
     "qwen2_5_vl": ChatFamily("qwen2_5_vl", "qwen3", model_folders.CHATML_WITH_MEDIA, _CHATML_MEDIA),
     "qwen3": ChatFamily("qwen3", "qwen3", _QWEN3_TOOLS, has_tools=True, thinks=True),
     "qwen3_thoughts": ChatFamily("qwen3", "qwen3", model_folders.THINKING, thinks=True),
+    "qwen3_omni_moe": ChatFamily("qwen3_omni_moe", "qwen3", QWEN3_OMNI, {**_CHATML_MEDIA, "audio": "<|audio_pad|>"}),
     "qwen3_vl": ChatFamily(
         "qwen3_vl",
         "qwen3",
@@ -408,7 +415,7 @@ def write_chat_folder(root: Path, name: str) -> Path:
     tiny = FAMILIES[chat.family].tiny["config.json"]
     tokens = {token["content"]: token["id"] for token in json.loads((vocabulary / "added.json").read_text())}
     ids = {f"{kind}_token_id": tokens[chat.features.get(kind, token)] for kind, token in chat.tokens.items()}
-    of_text = {"thinker_config": ids} if chat.family == "qwen2_5_omni" else ids
+    of_text = {"thinker_config": ids} if chat.family in ("qwen2_5_omni", "qwen3_omni_moe") else ids
     config = {"architectures": tiny["architectures"], "model_type": tiny["model_type"], **of_text}
     (path / "config.json").write_text(json.dumps(config))
     return path

@@ -111,15 +111,27 @@ def test_a_step_of_encoder_replicas_on_a_tp_group_equals_one_of_transformers(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("split", ["auto", "even"])
-def test_a_step_of_shared_sequences_equals_one_of_transformers(split: str, expected: Callable[[str], Expected]) -> None:
-    """Queries of tokens far into a sample grow, whichever rank has them."""
-    tiny, theirs = TINY_FAMILIES["mistral3"], expected("mistral3")
+@pytest.mark.parametrize(("name", "split"), [("mistral3", "auto"), ("mistral3", "even"), ("gemma4_text", "auto")])
+def test_a_step_of_shared_sequences_equals_one_of_transformers(
+    name: str, split: str, expected: Callable[[str], Expected]
+) -> None:
+    """Queries of tokens far into a sample grow, whichever rank has them; ranks read keys and values of their tokens."""
+    tiny, theirs = TINY_FAMILIES[name], expected(name)
     parallel = f"{{placement: unified, llm: {{tp: 1, pp: 2, cp: 2, cp_split: {split}}}}}"
     recipe = load_tiny_recipe(theirs.folder, parallel).recipe
     lengths = build_index(recipe, "validation").lengths
     plan = planner(recipe, lengths, world_size=4, hardware="cpu-core", recipe_sha256="")
     assert (plan.units["llm"].cp, plan.units["llm"].pp) == (2, 2)
+    _assert_equal_step(tiny, theirs, recipe, plan)
+
+
+@pytest.mark.slow
+def test_a_step_of_sharded_replicas_equals_one_of_transformers(expected: Callable[[str], Expected]) -> None:
+    """Gradients of keys and values come from later blocks, whose weights were gathered and freed by then."""
+    tiny, theirs = TINY_FAMILIES["gemma4_text"], expected("gemma4_text")
+    recipe = load_tiny_recipe(theirs.folder, "{placement: replicated, shard: 2}").recipe
+    lengths = build_index(recipe, "validation").lengths
+    plan = planner(recipe, lengths, world_size=2, hardware="cpu-core", recipe_sha256="")
     _assert_equal_step(tiny, theirs, recipe, plan)
 
 
@@ -160,23 +172,25 @@ def test_a_trained_model_has_the_same_loss_and_answers_in_transformers(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gemma3", "mistral3", "qwen3_vl"])
+@pytest.mark.parametrize("name", ["gemma3", "mistral3", "qwen3_omni_moe", "qwen3_vl"])
 def test_text_alone_leaves_a_frozen_tower_as_it_was_bit_for_bit(name: str, tmp_path: Path) -> None:
     folder, out, tiny = tmp_path / "model", tmp_path / "out", TINY_FAMILIES[name]
     tiny.write(folder)
     for source, target in (("train", "some"), ("heldout", "others")):
         rows = json.loads((folder / "conversations" / f"{source}.json").read_text(encoding="utf-8"))
-        texts = [row for row in rows if not row.get("image")]
+        texts = [row for row in rows if not any(row.get(key) for key in ("image", "images", "audios"))]
         (folder / "conversations" / f"{target}.json").write_text(json.dumps(texts), encoding="utf-8")
     num_ranks, parallel = tiny.parallel["colocated"]
-    loaded = load_tiny_recipe(folder, parallel, "model.vision.freeze=true", "model.vision.projector.freeze=true")
+    frozen = [f"model.{unit}.{part}=true" for unit in tiny.encoders for part in ("freeze", "projector.freeze")]
+    loaded = load_tiny_recipe(folder, parallel, *frozen)
     request = TrainRequest(loaded, planner, plan_again, "cpu-core", num_ranks, tmp_path / "run")
     assert run_all(*[request] * num_ranks) == [""] * num_ranks
     checkpoint = open_newest_good(request.run_dir / CHECKPOINTS_FOLDER, refuse)
     export_folder(load_run_recipe(request.run_dir), checkpoint, out)
     before, after = content(folder), content(out)
     assert before.keys() == after.keys()
-    of_llm = {tensor for tensor in before if "language_model" in tensor or "lm_head" in tensor}
+    towers = ("visual.", "vision_tower.", "audio_tower.", "multi_modal_projector.")
+    of_llm = {tensor for tensor in before if not any(tower in tensor for tower in towers)}
     assert {tensor for tensor in before if before[tensor] != after[tensor]} == of_llm
     assert len(before) > len(of_llm) > 0
 

@@ -140,6 +140,40 @@ def whisper_clips(folder: Path, files: Files, ids: Tensor) -> Arguments:
     return {"input_features": clips.input_features, "feature_attention_mask": clips.attention_mask}
 
 
+def pictures_and_clips(folder: Path, files: Files, ids: Tensor) -> Arguments:
+    """Return pictures of any shape, and the log-mel frames of clips, each of which is prepared by itself."""
+    from transformers import AutoFeatureExtractor, AutoImageProcessor
+
+    arguments: Arguments = {}
+    if files["image"]:
+        pictures = [Image.open(path) for path in files["image"]]
+        arguments |= AutoImageProcessor.from_pretrained(folder)(pictures, return_tensors="pt")
+    if files["audio"]:
+        extract = AutoFeatureExtractor.from_pretrained(folder)
+        options = {"sampling_rate": 16000, "padding": True, "truncation": False, "return_tensors": "pt"}
+        waves = [soundfile.read(path, dtype="float32")[0] for path in files["audio"]]
+        mels = [extract(wave, **options).input_features[0].T for wave in waves]
+        lengths = torch.tensor([len(of_clip) for of_clip in mels])
+        padded = torch.nn.utils.rnn.pad_sequence(mels, batch_first=True)
+        is_frame = torch.arange(padded.shape[1]) < lengths[:, None]
+        arguments |= {"input_features": padded.transpose(1, 2), "feature_attention_mask": is_frame.long()}
+    return arguments
+
+
+def one_clip_at_a_time(model: Any) -> None:
+    """Let Qwen3-Omni encode each clip by itself: it pads short ones where a longer one is in the same call."""
+    encoder = model.model.audio_tower
+    encode = encoder.forward
+
+    def encode_apart(input_features: Tensor, feature_lens: Tensor, **options: Any) -> Any:
+        clips = zip(input_features.split(feature_lens.tolist(), dim=1), feature_lens.split(1), strict=True)
+        outputs = [encode(mels, feature_lens=frames, **options) for mels, frames in clips]
+        outputs[0].last_hidden_state = torch.cat([output.last_hidden_state for output in outputs])
+        return outputs[0]
+
+    encoder.forward = encode_apart
+
+
 @dataclass(frozen=True)
 class TinyFamily:
     """A family, or one of its variants, that is proved equal to `transformers`."""
@@ -148,6 +182,8 @@ class TinyFamily:
     encoders: tuple[str, ...] = ()
     arguments: Callable[[Path, Files, Tensor], Arguments] = no_media  # (folder, media, ids) -> of the model beside ids
     untrained: frozenset[str] = field(default_factory=frozenset)  # our parameters that never train
+    more_plans: Mapping[str, tuple[int, str]] = field(default_factory=dict)  # as in `parallel`
+    adapt: Callable[[Any], None] = lambda _: None  # what `transformers` must do otherwise
 
     @property
     def parallel(self) -> dict[str, tuple[int, str]]:
@@ -165,6 +201,7 @@ class TinyFamily:
             "disaggregated": (num_apart, f"{{placement: disaggregated, {apart}llm: {{tp: 1, pp: 1, dp: 2}}}}"),
             "colocated": (4, f"{{placement: colocated, {on_top}llm: {{tp: 2, pp: 2, vpp: 2}}}}"),
             "replicated": (4, "{placement: replicated}"),
+            **self.more_plans,
         }
 
     def write(self, folder: Path) -> None:
@@ -183,6 +220,7 @@ class TinyFamily:
         import transformers
 
         model: nn.Module = getattr(transformers, self.family.architectures[0]).from_pretrained(folder)
+        self.adapt(model)
         return model.eval()
 
     def loss(self, model: nn.Module, folder: Path, recipe: Recipe) -> Tensor:
@@ -252,7 +290,7 @@ TINY_FAMILIES: dict[str, TinyFamily] = {
     **{name: TinyFamily(FAMILIES[name]) for name in ("gemma3_text", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe")},
     **{
         name: TinyFamily(FAMILIES[name])
-        for name in ("glm4_moe", "mixtral", "qwen2_moe", "qwen3_5_text", "qwen3_5_moe_text")
+        for name in ("gemma4", "gemma4_text", "glm4_moe", "mixtral", "qwen2_moe", "qwen3_5_text", "qwen3_5_moe_text")
     },
     "gemma3": TinyFamily(FAMILIES["gemma3"], ("vision",), typed_pictures),
     "glm4v_moe": TinyFamily(FAMILIES["glm4v_moe"], ("vision",), native_pictures),
@@ -269,6 +307,13 @@ TINY_FAMILIES: dict[str, TinyFamily] = {
     "qwen2_5_vl": TinyFamily(FAMILIES["qwen2_5_vl"], ("vision",), native_pictures),
     "qwen3_5": TinyFamily(FAMILIES["qwen3_5"], ("vision",), native_pictures),
     "qwen3_5_moe": TinyFamily(FAMILIES["qwen3_5_moe"], ("vision",), native_pictures),
+    "qwen3_omni_moe": TinyFamily(
+        FAMILIES["qwen3_omni_moe"],
+        ("vision", "audio"),
+        pictures_and_clips,
+        more_plans={"experts": (4, "{placement: unified, llm: {tp: 1, pp: 2, dp: 2, ep: 2}}")},
+        adapt=one_clip_at_a_time,
+    ),
     "qwen3_vl": TinyFamily(FAMILIES["qwen3_vl"], ("vision",), native_pictures),
     "qwen3_vl_moe": TinyFamily(FAMILIES["qwen3_vl_moe"], ("vision",), native_pictures),
 }

@@ -11,7 +11,7 @@ from torch import Tensor
 from mmtrain.costs import TokenLoad
 from mmtrain.models.build_stage import StageOptions, build_stage
 from mmtrain.models.megatron import ParallelGroups
-from mmtrain.models.shapes.layer_shape import SELECTION_BIAS
+from mmtrain.models.shapes.layer_shape import WITHOUT_GRADIENT
 from mmtrain.models.shapes.model_shape import ModelShape, build_model_shape
 from mmtrain.models.stage.stage_inputs import EncoderInput, TextInput
 from mmtrain.models.stage.stage_module import StageModule, StageSpec
@@ -70,6 +70,17 @@ GROWING: dict[str, Any] = {
         "original_positions": 3,
     },
 }
+# What Gemma 4 adds to an LLM: two kinds of attention, norms of values, numbers of blocks, a cap of logits.
+TWO_KINDS: dict[str, Any] = {
+    "qk_norm": True, "value_norm": True, "head_dim": 12, "window": 5, "full_attention_blocks": (1,), "mlp": "geglu",
+    "full_attention": {"head_dim": 24, "kv_heads": 1, "keys_as_values": True, "rope_width": 8},
+    "window_rope_base": 100.0, "query_scale": 9.0, "post_norms": True, "block_scales": True, "logit_cap": 6.0,
+}  # fmt: skip
+# What its smaller sizes add: inputs of single blocks, and blocks that read keys and values of earlier ones.
+SHARED_KV: dict[str, Any] = TWO_KINDS | {
+    "layers": 4, "full_attention_blocks": (1, 3), "full_attention": {"head_dim": 24, "kv_heads": 1, "rope_width": 8},
+    "per_layer_embeddings": {"width": 8}, "shared_kv": {"blocks": 2, "ffn": 112},
+}  # fmt: skip
 # Queries that attend to each image, where others merge patches.
 RESAMPLED: dict[str, Any] = {
     "class_token": True, "downsample": "identity", "merge": 1,
@@ -77,6 +88,11 @@ RESAMPLED: dict[str, Any] = {
 }  # fmt: skip
 AUDIO: dict[str, Any] = {
     "layers": 2, "hidden": 32, "heads": 4, "ffn": 48, "mel_bins": 10, "max_frames": 80, "downsample": 2,
+}  # fmt: skip
+# What Qwen3-Omni adds to an encoder of clips: chunks of 20 frames, which are 3 tokens, and of which 2 are a window.
+CONVOLVED: dict[str, Any] = {
+    "conv_channels": 6, "chunk": 20, "window_chunks": 2, "clip_end": "mirrored", "downsample": 1,
+    "projector": {"ffn": 32, "activation": "gelu"},
 }  # fmt: skip
 LLM: dict[str, Any] = {"layers": 3, "hidden": 48, "heads": 4, "kv_heads": 2, "ffn": 80, "vocab": 90}
 
@@ -180,7 +196,7 @@ def gradients(module: StageModule) -> dict[str, Tensor]:
     """Return gradients by plan-independent name; each parameter must have one, but those that never do."""
     gradients_by_name = {}
     for name, param in module.named_parameters():
-        if name.endswith(SELECTION_BIAS):
+        if name.endswith(WITHOUT_GRADIENT):
             continue
         assert param.grad is not None, f"{name} has no gradient"
         gradients_by_name[f"{module.unit}.{name}"] = param.grad

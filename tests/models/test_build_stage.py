@@ -13,7 +13,18 @@ from mmtrain.models.stage.piecewise import run_block_pieces
 from mmtrain.models.stage.stage_inputs import EncoderInput, TextInput
 from mmtrain.models.stage.stage_module import StageModule, StageSpec
 from mmtrain.recipe.settings.model_settings import ModelSettings
-from tests.models.factory import CPU, DEEPSTACK, gradients, images, randomize, settings, shape_of, stage, text
+from tests.models.factory import (
+    CPU,
+    DEEPSTACK,
+    SHARED_KV,
+    gradients,
+    images,
+    randomize,
+    settings,
+    shape_of,
+    stage,
+    text,
+)
 from tests.models.whole_tensors import stage_logits
 
 IMAGES = ((4, 6), (2, 2), (6, 4))  # 6 + 1 + 6 features
@@ -62,12 +73,18 @@ def _outcome(
     return output, gradient_sums, features["vision"].grad if features else None
 
 
-@pytest.mark.parametrize("unit", ["vision", "llm"])
 @pytest.mark.parametrize(
-    "vision", [{"class_token": True, "pre_norm": True, "projector": {"norm": True}}, DEEPSTACK], ids=["plain", "deep"]
+    ("model", "unit"),
+    [
+        (settings(vision={"class_token": True, "pre_norm": True, "projector": {"norm": True}}), "vision"),
+        (settings(), "llm"),
+        (settings(vision=DEEPSTACK), "vision"),
+        (settings(vision=DEEPSTACK), "llm"),
+        (settings(llm=SHARED_KV), "llm"),
+    ],
+    ids=["vision", "llm", "deep vision", "deep llm", "shared keys and values"],
 )
-def test_stages_cut_anywhere_compose_to_the_whole(vision: dict[str, Any], unit: str) -> None:
-    model = settings(vision=vision)
+def test_stages_cut_anywhere_compose_to_the_whole(model: ModelSettings, unit: str) -> None:
     num_layers = len(shape_of(model).unit(unit).layers)
     expected, expected_gradients, expected_features = _outcome(model, unit, ())
     every_cut = [(c,) for c in range(1, num_layers)]
@@ -94,11 +111,20 @@ def test_a_block_in_pieces_equals_the_block(llm: dict[str, Any]) -> None:
         torch.testing.assert_close(joined, whole)
 
 
-@pytest.mark.parametrize(("unit", "layers"), [("vision", (1, 2)), ("llm", (1, 2))])
-def test_what_travels_beside_the_hidden_states_passes_pieces(unit: str, layers: tuple[int, ...]) -> None:
-    """Each block of the encoder adds its output to what travels, and each of the LLM takes one tensor out of it."""
-    model = settings(vision=DEEPSTACK)
-    module = stage(model, unit, (1, 3))
+@pytest.mark.parametrize(
+    ("model", "unit", "layers"),
+    [
+        (settings(vision=DEEPSTACK), "vision", (1, 2)),
+        (settings(vision=DEEPSTACK), "llm", (1, 2)),
+        (settings(llm=SHARED_KV), "llm", (1, 2, 3, 4)),
+    ],
+    ids=["encoder", "deepstack", "shared keys and values"],
+)
+def test_what_travels_beside_the_hidden_states_passes_pieces(
+    model: ModelSettings, unit: str, layers: tuple[int, ...]
+) -> None:
+    """Blocks of the encoder add outputs to what travels, and those of the LLM take tensors out of it or add some."""
+    module = stage(model, unit, (layers[0], layers[-1] + 1))
     randomize(module)
     inputs = images(*IMAGES) if unit == "vision" else text(*LENGTHS)
     context = module.context(inputs, {})
@@ -111,6 +137,10 @@ def test_what_travels_beside_the_hidden_states_passes_pieces(unit: str, layers: 
             state = run_block_pieces(module, context, (rows,), layer, range(cut))
             (joined,) = run_block_pieces(module, context, state, layer, range(cut, len(BLOCK_PIECES)))
             torch.testing.assert_close(joined, whole)
+    if model.llm.shared_kv is not None:
+        kept = shape_of(model).unit(unit).layers[2]
+        assert kept.keeps_kv
+        assert {side.num_heads for side in kept.side_out} == {0, 1, 2}, "inputs of blocks, and two kinds of heads"
 
 
 @pytest.mark.parametrize("unit", ["vision", "llm"])

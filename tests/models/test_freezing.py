@@ -9,7 +9,20 @@ from mmtrain.models.shapes.layer_shape import BLOCK_KINDS
 from mmtrain.recipe.settings.audio_settings import AudioSettings
 from mmtrain.recipe.settings.encoder_settings import ProjectorSettings
 from mmtrain.recipe.settings.model_settings import ModelSettings
-from tests.models.factory import MERGED, PIXTRAL, POOLED, RESAMPLED, images, settings, shape_of, stage, text
+from tests.models.factory import (
+    CONVOLVED,
+    MERGED,
+    PIXTRAL,
+    POOLED,
+    RESAMPLED,
+    SHARED_KV,
+    TWO_KINDS,
+    images,
+    settings,
+    shape_of,
+    stage,
+    text,
+)
 
 SPEECH = AudioSettings(layers=1, hidden=16, heads=2, ffn=24, mel_bins=8, max_frames=16)
 MODELS = {
@@ -26,11 +39,14 @@ MODELS = {
     "merged": settings(vision=MERGED),
     "pixtral": settings(vision=PIXTRAL),
     "resampled": settings(vision=RESAMPLED),
+    "shared keys and values": settings(llm=SHARED_KV),
+    "keys as values": settings(llm=TWO_KINDS),
     "speech": ModelSettings(audio=SPEECH, llm=settings().llm),
     "averages, one linear": ModelSettings(
         audio=SPEECH.model_copy(update={"pooling": "mean", "projector": ProjectorSettings(kind="linear")}),
         llm=settings().llm,
     ),
+    "convolved": settings(audio=CONVOLVED),
     "learned positions": ModelSettings(audio=SPEECH.model_copy(update={"positions": "learned"}), llm=settings().llm),
 }
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mmtrain.models.megatron import ParallelGroups
 from mmtrain.models.optim.parameter_specs import stage_param_specs
+from mmtrain.models.shapes.layer_shape import WITHOUT_GRADIENT
 from mmtrain.models.shapes.param_spec import ParamSpec
 from mmtrain.recipe.settings.model_settings import ModelSettings
 from tests.distributed import run_ranks
@@ -20,6 +21,8 @@ from tests.models.factory import (
     POOLED,
     RESAMPLED,
     SCALED,
+    SHARED_KV,
+    TWO_KINDS,
     WINDOWED,
     gradients,
     images,
@@ -61,7 +64,14 @@ VARIANTS = {
     "merged": settings(vision=MERGED),
     "pixtral": settings(vision=PIXTRAL, llm=GROWING),
     "resampled": settings(vision=RESAMPLED),
+    "two kinds of attention": settings(llm=TWO_KINDS),
+    "two kinds of attention, values apart": settings(
+        llm=TWO_KINDS | {"kv_heads": 1, "full_attention": {"head_dim": 24, "kv_heads": 2}}
+    ),
+    "shared keys and values": settings(llm=SHARED_KV),
 }
+# By how much more than others they may differ: norms of small products of a gate and a block's input enlarge rounding.
+ROUNDING = {"shared keys and values": 6.0}
 PLACES = (1, 2, 3, 4, 9, 10, 11, 12, 13, 20)
 
 
@@ -125,7 +135,7 @@ def _with_fewer_kv_heads(recompute: tuple[int, ...]) -> list[Outcome]:
 @pytest.mark.parametrize("name", VARIANTS)
 def test_two_tensor_parallel_ranks_equal_one(name: str) -> None:
     ranks = [outcomes[name] for outcomes in _two_ranks()]
-    _assert_equal(ranks, Outcome(VARIANTS[name], ParallelGroups.single(), ()))
+    _assert_equal(ranks, Outcome(VARIANTS[name], ParallelGroups.single(), ()), name)
 
 
 def test_four_ranks_share_one_or_two_kv_heads() -> None:
@@ -144,7 +154,7 @@ def test_sequence_parallelism_changes_no_result() -> None:
     """Use 30 tokens of text and 42 of images, which 4 ranks do not divide."""
     on_ranks = run_ranks(4, _with_slices, (1, 3))
     for name, model in VARIANTS.items():
-        _assert_equal([outcomes[name] for outcomes in on_ranks], Outcome(model, ParallelGroups.single(), ()))
+        _assert_equal([outcomes[name] for outcomes in on_ranks], Outcome(model, ParallelGroups.single(), ()), name)
 
 
 def _in_chunks(sp: bool, num_chunks: int) -> dict[str, Outcome]:
@@ -158,7 +168,7 @@ def test_chunks_change_no_result(tp: int, sp: bool, num_chunks: int) -> None:
     """30 tokens of text and 42 of images are no multiples of the chunks; 100 are more than there are tokens."""
     on_ranks = run_ranks(tp, _in_chunks, sp, num_chunks)
     for name, model in VARIANTS.items():
-        _assert_equal([outcomes[name] for outcomes in on_ranks], Outcome(model, ParallelGroups.single(), (1,)))
+        _assert_equal([outcomes[name] for outcomes in on_ranks], Outcome(model, ParallelGroups.single(), (1,)), name)
 
 
 def _empty_with_slices() -> list[float]:
@@ -173,14 +183,18 @@ def test_sequence_parallelism_without_tokens_gives_zero_gradients() -> None:
     assert run_ranks(TP, _empty_with_slices) == [[0.0] * (1 + num_params)] * TP
 
 
-def _assert_equal(ranks: list[Outcome], whole: Outcome) -> None:
+def _assert_equal(ranks: list[Outcome], whole: Outcome, name: str = "plain") -> None:
+    rounding = ROUNDING.get(name, 1.0)
     for rank in ranks:
-        torch.testing.assert_close(rank.loss, whole.loss, rtol=1e-6, atol=0)
+        torch.testing.assert_close(rank.loss, whole.loss, rtol=rounding * 1e-6, atol=0)
         for result, reference in ((rank.features, whole.features), (rank.logits, whole.logits)):
             # Rounding goes with the largest terms of a sum, so the tolerance goes with the tensor's scale.
-            torch.testing.assert_close(result, reference, rtol=1e-5, atol=2e-6 * float(reference.abs().max()))
+            atol = rounding * 2e-6 * float(reference.abs().max())
+            torch.testing.assert_close(result, reference, rtol=1e-5, atol=atol)
     largest = max(gradient.norm() for gradient in whole.grads.values())
     for full_name, spec in whole.specs.items():
+        if full_name.endswith(WITHOUT_GRADIENT):
+            continue
         # Of a parameter that is whole on every rank, each may have a part of the gradient until these are summed.
         partial = {rank.specs[full_name].is_gradient_partial for rank in ranks}
         assert len(partial) == 1
@@ -190,7 +204,7 @@ def _assert_equal(ranks: list[Outcome], whole: Outcome) -> None:
         assert torch.equal(param, whole.params[full_name].view(spec.full_shape)), full_name
         gradient = join_tp_shards([rank.grads[full_name] for rank in ranks], spec)
         expected = whole.grads[full_name].view(spec.full_shape)
-        assert (gradient - expected).norm() <= 1e-5 * max(expected.norm(), 1e-3 * largest), full_name
+        assert (gradient - expected).norm() <= rounding * 1e-5 * max(expected.norm(), 1e-3 * largest), full_name
         if spec.dim is None:  # whole on every rank, and must stay the same there
             for other in ranks[1:]:
                 torch.testing.assert_close(ranks[0].grads[full_name], other.grads[full_name], rtol=0, atol=0)

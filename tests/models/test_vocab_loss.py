@@ -34,10 +34,13 @@ def _random(num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
     return hidden, weight, torch.randint(0, VOCAB, (num_rows,), generator=generator)
 
 
-def _expected(num_rows: int, scale: float) -> _Outcome:
+def _expected(num_rows: int, scale: float, cap: float | None = None) -> _Outcome:
     hidden, weight, targets = _random(num_rows)
     hidden, weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
-    loss = F.cross_entropy(hidden @ weight[:VOCAB].T, targets, reduction="sum")
+    logits = hidden @ weight[:VOCAB].T
+    if cap is not None:
+        logits = cap * torch.tanh(logits / cap)
+    loss = F.cross_entropy(logits, targets, reduction="sum")
     (loss * scale).backward()
     assert hidden.grad is not None
     assert weight.grad is not None
@@ -45,14 +48,19 @@ def _expected(num_rows: int, scale: float) -> _Outcome:
 
 
 def _ours(
-    num_rows: int, scale: float, group: dist.ProcessGroup, *, compute: Callable[..., Tensor] = vocab_parallel_losses
+    num_rows: int,
+    scale: float,
+    group: dist.ProcessGroup,
+    *,
+    compute: Callable[..., Tensor] = vocab_parallel_losses,
+    cap: float | None = None,
 ) -> _Outcome:
     hidden, weight, targets = _random(num_rows)
     rows = PADDED // group.size()
     weight = weight[group.rank() * rows : (group.rank() + 1) * rows].clone()
     hidden.requires_grad_()
     weight.requires_grad_()
-    loss = compute(hidden, weight, targets, VOCAB, group).sum()
+    loss = compute(hidden, weight, targets, VOCAB, group, cap).sum()
     (loss * scale).backward()
     assert hidden.grad is not None
     assert weight.grad is not None
@@ -77,6 +85,14 @@ def test_loss_and_gradients_are_those_of_torch(
 ) -> None:
     monkeypatch.setattr(vocab_loss, "CHUNK_LOGITS", chunk_logits)
     _assert_equal([_ours(num_rows, 0.3, ParallelGroups.single().tp)], _expected(num_rows, 0.3))
+
+
+@pytest.mark.parametrize("compute", [losses_at_once, losses_by_chunks])
+@pytest.mark.parametrize("cap", [0.5, 3.0, 40.0])
+def test_capped_logits_have_the_gradients_of_torch(cap: float, compute: Callable[..., Tensor]) -> None:
+    """Of a cap of 0.5 most logits are at it; of one of 40 none is near it."""
+    outcome = _ours(23, 0.3, ParallelGroups.single().tp, compute=compute, cap=cap)
+    _assert_equal([outcome], _expected(23, 0.3, cap))
 
 
 def _on_this_rank() -> list[_Outcome]:

@@ -196,3 +196,25 @@ def test_the_largest_recipes_are_planned_in_one_gigabyte(name: str, tmp_path: Pa
     assert used.exit_code == 0
     assert plan_file.exists()
     assert used.peak_bytes < 1e9
+
+
+def test_columns_are_of_32_bits_where_no_sum_of_them_overflows(problem: PlanningProblem) -> None:
+    batch = problem.batches.with_items_of(()).lay_out({LLM: 2}, {LLM: 8})[0]
+    small = load_arrays(LLM, [batch], 2, 8)
+    assert {column.dtype for column in small._columns} == {np.dtype(np.int32)}
+    long = replace(batch, tokens=batch.tokens * 100_000)
+    large = load_arrays(LLM, [long], 2, 8)
+    assert large.sum_sq.dtype == np.int64
+    assert large.total(0).sum_sq == 100_000**2 * small.total(0).sum_sq
+    assert large.total(0).tokens == 100_000 * small.total(0).tokens
+
+
+def test_forgotten_times_are_worked_out_again(problem: PlanningProblem) -> None:
+    layer_costs = LayerCosts(problem)
+    split = layer_costs.loads.undivided
+    times = layer_costs.unit_times(LLM, 1, split)
+    assert layer_costs.unit_times(LLM, 1, split) is times
+    layer_costs.forget_times()
+    again = layer_costs.unit_times(LLM, 1, split)
+    assert again is not times
+    assert np.array_equal(again.by_kind, times.by_kind)

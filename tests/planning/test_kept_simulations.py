@@ -1,22 +1,25 @@
 """What the evaluator keeps of earlier simulations gives what simulating anew gives."""
 
 import weakref
-from dataclasses import fields
+from collections import Counter
+from dataclasses import fields, replace
 from itertools import islice
 from typing import Any
 
 import numpy as np
 import pytest
 
-from mmtrain.planning.evaluate.evaluator import Evaluator
+from mmtrain.planning.evaluate.evaluator import Evaluator, RecomputeToFit
 from mmtrain.planning.evaluate.layout_simulation import simulate_layout, simulate_unless_slow
 from mmtrain.planning.layer_costs.layer_costs import UnitLayerCosts
 from mmtrain.planning.layer_costs.layer_partition import LayerChain, layer_chains
 from mmtrain.planning.planner import search_placements
 from mmtrain.planning.search.replicated import enumerate_replicated, fit_replicated
 from mmtrain.planning.search.strategies import StrategySearches
-from mmtrain.planning.space.budget import DEFAULT_BUDGET
-from mmtrain.planning.space.candidate import Candidate, SearchResults, Simulation
+from mmtrain.planning.search.variants import variants_of, with_activations_again, with_expert_ranks
+from mmtrain.planning.space.budget import DEFAULT_BUDGET, QUICK_BUDGET, SearchBudget
+from mmtrain.planning.space.candidate import AssignmentSizes, Candidate, SearchResults, Simulation
+from mmtrain.planning.space.problem import PlanRequest
 from mmtrain.program import Program
 from mmtrain.program.schedules.lower import lower
 from tests.planning.exhaustive import all_candidates, everything, random_instance
@@ -134,3 +137,74 @@ def test_what_a_first_search_keeps_is_freed_before_one_with_other_activations_be
     _, results = search_placements(problem, DEFAULT_BUDGET)
     assert results.best is not None
     assert is_kept == [False]
+
+
+def near_anchors_only(budget: SearchBudget) -> SearchBudget:
+    """Return the budget of a search that tries no model in full, however small."""
+    return replace(budget, partitions=replace(budget.partitions, max_partitions_to_try_all=0))
+
+
+def steps(results: SearchResults) -> list[tuple[str, float]]:
+    return [(str(candidate.assignment), candidate.step_time_s) for candidate in results.candidates]
+
+
+def test_a_whole_search_after_a_quick_one_finds_the_same_and_works_out_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = problem_for(recipe(parallel={"placement": "unified"}, global_batch=32), "h100-80g", 16)
+    worked_out: Counter[AssignmentSizes] = Counter()
+    find = Evaluator._find_recompute_to_fit
+
+    def counted(evaluator: Evaluator, candidate: Candidate) -> RecomputeToFit:
+        worked_out[candidate.assignment.sizes] += 1
+        return find(evaluator, candidate)
+
+    monkeypatch.setattr(Evaluator, "_find_recompute_to_fit", counted)
+    budget = near_anchors_only(DEFAULT_BUDGET)
+    anew = StrategySearches(Evaluator(problem, budget)).search()
+    num_anew = worked_out.total()
+    worked_out.clear()
+    evaluator = Evaluator(problem, budget)
+    quick = evaluator.with_budget(near_anchors_only(QUICK_BUDGET), PlanRequest(num_alternatives=0))
+    assert StrategySearches(quick).search().best is not None
+    num_quick = worked_out.total()
+    assert num_quick > 0
+    assert steps(StrategySearches(evaluator).search()) == steps(anew)
+    assert worked_out.total() < num_quick + num_anew
+    assert set(worked_out.values()) == {1}
+
+
+def test_variants_of_activations_share_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = problem_for(recipe(parallel={"placement": "unified"}), "h100-80g", 4)
+    again = with_activations_again(problem)
+    assert again is not None
+    evaluator = next(variants_of(problem, DEFAULT_BUDGET))
+    running_again = next(variants_of(again, DEFAULT_BUDGET, evaluator.layer_costs.loads, evaluator.known_schedules))
+    built: list[Program] = []
+
+    def counted(program: Program, *args: Any) -> Program:
+        built.append(program)
+        return lower(program, *args)
+
+    monkeypatch.setattr("mmtrain.planning.evaluate.layout_simulation.lower", counted)
+    first = StrategySearches(evaluator).search().candidates
+    num_built = len(built)
+    assert num_built > 0
+    others = StrategySearches(running_again).search().candidates
+    assert len(built) < num_built + len(others)
+    unshared = StrategySearches(Evaluator(again, DEFAULT_BUDGET, running_again.layer_costs)).search().candidates
+    assert [c.step_time_s for c in others] == [c.step_time_s for c in unshared]
+    assert [c.step_time_s for c in others] != [c.step_time_s for c in first]
+
+
+def test_the_search_of_a_mixture_goes_on_from_what_the_choice_of_expert_ranks_knows() -> None:
+    mixture = {"layers": 4, "moe": {"experts": 8, "top_k": 2, "ffn": 64}}
+    settings = recipe(vision=None, llm=mixture, parallel={"placement": "unified"})
+    problem, known = with_expert_ranks(problem_for(settings, world_size=4), DEFAULT_BUDGET)
+    assert known is not None
+    assert known.problem is problem
+    assert problem.choices["llm"].ep == known.problem.choices["llm"].ep
+    _, anew = search_placements(problem, DEFAULT_BUDGET)
+    evaluator, results = search_placements(problem, DEFAULT_BUDGET, known)
+    assert evaluator is known
+    assert steps(results) == steps(anew)
+    dense = problem_for(recipe(), world_size=4)
+    assert with_expert_ranks(dense, DEFAULT_BUDGET) == (dense, None)

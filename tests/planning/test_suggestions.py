@@ -72,7 +72,7 @@ def test_a_mixture_that_fits_nowhere_is_explained_with_experts_on_as_many_ranks_
         parallel={"placement": "unified", "llm": {"tp": 1, "pp": 1, "recompute": "all"}},
         cluster={"memory_gib": 0.001},
     )
-    problem = with_expert_ranks(problem_for(settings, world_size=2), DEFAULT_BUDGET)
+    problem, _ = with_expert_ranks(problem_for(settings, world_size=2), DEFAULT_BUDGET)
     assert problem.expert_steps_s == {1: math.inf, 2: math.inf}
     assert problem.choices["llm"].ep == 2, "a rank holds half of the experts"
 

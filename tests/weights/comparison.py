@@ -16,7 +16,7 @@ from mmtrain.families.weight_layouts import ParameterSource, respell
 from mmtrain.models.build_stage import StageOptions, build_stage
 from mmtrain.models.megatron import ParallelGroups
 from mmtrain.models.optim.parameter_specs import WeightSource
-from mmtrain.models.shapes.layer_shape import SELECTION_BIAS
+from mmtrain.models.shapes.layer_shape import WITHOUT_GRADIENT
 from mmtrain.models.shapes.model_shape import build_model_shape
 from mmtrain.models.stage.stage_inputs import TextInput
 from mmtrain.models.stage.stage_module import StageModule, StageSpec
@@ -91,7 +91,7 @@ def assert_equal_gradients(
     read = read_model_folder(folder)
     expected = dict(_gradients_by_tensor(theirs))
     all_sources = sources_in(read, FolderTensors.of(folder))
-    trained = [s for s in all_sources if s.name not in frozen and not s.name.endswith(SELECTION_BIAS)]
+    trained = [s for s in all_sources if s.name not in frozen and not s.name.endswith(WITHOUT_GRADIENT)]
     spelled = [respell(trained, spelling) for spelling in read.family.spellings]  # modules are named as in one of them
     sources = {source.name: source for source in max(spelled, key=lambda of_one: _num_named(of_one, expected))}
     assert sources.keys() == ours.keys()

@@ -105,6 +105,34 @@ def gemma3_text(**changes: Any) -> nn.Module:
     return _random(Gemma3ForCausalLM(Gemma3TextConfig(**settings | changes)))
 
 
+def gemma4_text(**changes: Any) -> nn.Module:
+    """Make the LLM of a Gemma 4 whose second and fourth layer see all tokens, with heads of another width."""
+    from transformers import Gemma4ForCausalLM, Gemma4TextConfig
+
+    settings: dict[str, Any] = {
+        "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 20, "global_head_dim": 32, "vocab_size": VOCAB, "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention"] * 2, "final_logit_softcapping": 2.0,
+        "attention_k_eq_v": True, "num_global_key_value_heads": 1, "vocab_size_per_layer_input": VOCAB,
+        "hidden_size_per_layer_input": 0,
+        "pad_token_id": None,  # else its embedding has no gradient in `transformers`
+    }  # fmt: skip
+    model = _random(Gemma4ForCausalLM(Gemma4TextConfig(**settings | changes)))
+    for i, layer in enumerate(model.model.layers):
+        layer.layer_scalar.fill_(0.7 + 0.1 * i)
+    return model
+
+
+def gemma4_small(**changes: Any) -> nn.Module:
+    """Make the LLM of a small Gemma 4: inputs of single layers, and layers that read keys and values of others."""
+    kinds = ["sliding_attention", "full_attention", *["sliding_attention"] * 3, "full_attention"]
+    settings: dict[str, Any] = {
+        "num_hidden_layers": len(kinds), "layer_types": kinds, "attention_k_eq_v": False, "num_kv_shared_layers": 3,
+        "use_double_wide_mlp": True, "hidden_size_per_layer_input": 8, "num_key_value_heads": 1,
+    }  # fmt: skip
+    return gemma4_text(**settings | changes)
+
+
 GEMMA_END_TOKEN = 2  # behind an image
 
 
@@ -473,6 +501,37 @@ def qwen2_5_omni(frames: int = 2, half_chunk: int = 5, **changes: Any) -> nn.Mod
         audio_end_token_id=OMNI_BORDERS["audio"][1], position_id_per_seconds=POSITIONS_PER_SECOND,
     )  # fmt: skip
     return _random(Qwen2_5OmniThinkerForConditionalGeneration(config))
+
+
+def qwen3_omni_moe(frames: int = 2, deepstack: tuple[int, ...] = (0, 2), **changes: Any) -> nn.Module:
+    """Make the thinker of a Qwen3-Omni, whose encoder hears windows of two chunks of 100 frames."""
+    from transformers import Qwen3OmniMoeThinkerConfig, Qwen3OmniMoeThinkerForConditionalGeneration
+
+    config = Qwen3OmniMoeThinkerConfig(**qwen3_omni_thinker(frames, deepstack, **changes))
+    return _random(Qwen3OmniMoeThinkerForConditionalGeneration(config))
+
+
+def qwen3_omni_thinker(frames: int, deepstack: tuple[int, ...], **changes: Any) -> dict[str, Any]:
+    """Return the config of that thinker; `changes` are those of its LLM."""
+    vision = {
+        "depth": 4, "hidden_size": 32, "out_hidden_size": 48, "intermediate_size": 44, "num_heads": 4,
+        "patch_size": PATCH_OF_FRAMES, "spatial_merge_size": MERGE, "temporal_patch_size": frames,
+        "num_position_embeddings": 9, "deepstack_visual_indexes": list(deepstack),
+    }  # fmt: skip
+    audio = {
+        "d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 48,
+        "num_mel_bins": MEL_BINS, "n_window": 50, "n_window_infer": 200, "downsample_hidden_size": 6, "output_dim": 48,
+    }  # fmt: skip
+    text: dict[str, Any] = _qwen2_vl_text() | {"num_hidden_layers": 3, "head_dim": 16}
+    text |= {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 28, "mlp_only_layers": [1]}
+    sections = {"mrope_section": [3, 3, 2], "mrope_interleaved": True}
+    text |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, **sections}} | changes
+    return {
+        "text_config": text, "vision_config": vision, "audio_config": audio,
+        "image_token_id": IMAGE_TOKEN, "video_token_id": VIDEO_TOKEN, "audio_token_id": OMNI_AUDIO_TOKEN,
+        "vision_start_token_id": OMNI_BORDERS["vision"][0], "audio_start_token_id": OMNI_BORDERS["audio"][0],
+        "position_id_per_seconds": POSITIONS_PER_SECOND,
+    }  # fmt: skip
 
 
 _QWEN2_VL_TOKENS = {"image_token_id": IMAGE_TOKEN, "video_token_id": VIDEO_TOKEN, "tie_word_embeddings": True}

@@ -22,6 +22,8 @@ from tests.weights.comparison import assert_equal_gradients, full_gradients, pre
 from tests.weights.pretrained import (
     VOCAB,
     gemma3_text,
+    gemma4_small,
+    gemma4_text,
     glm4_moe,
     llama,
     mistral,
@@ -45,6 +47,10 @@ OTHER_GLM: dict[str, Any] = {
     "partial_rotary_factor": 1.0, "attention_bias": False, "use_qk_norm": False, "norm_topk_prob": False,
     "n_group": 1, "topk_group": 1,
 }  # fmt: skip
+OTHER_GEMMA_ROPE = {
+    "full_attention": {"rope_type": "proportional", "rope_theta": 1e5, "partial_rotary_factor": 0.5, "factor": 2.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
+}
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "qwen2": qwen2,
     "qwen2 untied": lambda: qwen2(tie_word_embeddings=False, num_key_value_heads=3),
@@ -55,6 +61,11 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "qwen2 yarn, other ramp": lambda: qwen2(rope_parameters=YARN | OTHER_RAMP),
     "gemma3_text": gemma3_text,
     "gemma3_text stretched": lambda: gemma3_text(rope_scaling={"rope_type": "linear", "factor": 8.0}),
+    "gemma4_text": gemma4_text,
+    "gemma4_text, other values": lambda: gemma4_text(
+        attention_k_eq_v=False, rope_parameters=OTHER_GEMMA_ROPE, final_logit_softcapping=None
+    ),
+    "gemma4_text, smaller sizes": gemma4_small,
     "mistral": mistral,
     "mistral, windows": lambda: mistral(window=16),
     "qwen2 windows": lambda: qwen2(use_sliding_window=True, sliding_window=16, max_window_layers=1),

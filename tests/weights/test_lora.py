@@ -22,6 +22,7 @@ from tests.runtime.models import run_folder
 from tests.weights.comparison import stage_from, unit_stage
 from tests.weights.pretrained import (
     VOCAB,
+    gemma4_small,
     glm4_moe,
     llama,
     llava,
@@ -44,12 +45,18 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is d
 
 LENGTHS = (9, 5)
 EVERY_LINEAR = ("llm.*.linear_*",)
-MODELS = {"qwen2, with biases": qwen2, "llama, four blocks": llama, "qwen3_moe": qwen3_moe}
+MODELS = {
+    "qwen2, with biases": qwen2,
+    "llama, four blocks": llama,
+    "qwen3_moe": qwen3_moe,
+    "gemma4, small": gemma4_small,
+}
 MIXTURES = {"mixtral": mixtral, "qwen2_moe": qwen2_moe, "glm4_moe": glm4_moe}
 CASES = [(name, EVERY_LINEAR) for name in MODELS] + [
     pytest.param("qwen3_moe", (pattern,), marks=pytest.mark.slow)
     for pattern in ("llm.*.experts.*.linear_fc1", "llm.*.experts.*.linear_fc2")
 ]
+CASES += [("gemma4, small", ("llm.*.linear_[qkv]", "llm.*.linear_fc1_up"))]
 CASES += [pytest.param(name, EVERY_LINEAR, marks=pytest.mark.slow) for name in MIXTURES]
 
 

@@ -38,6 +38,7 @@ from tests.weights.comparison import (
     labels_of,
     unit_stage,
 )
+from tests.weights.omni_media import FIRST_WORD, RATE, in_squares, read_clips, wave, words, write_clip
 from tests.weights.pretrained import (
     IMAGE_TOKEN,
     MERGE,
@@ -46,7 +47,6 @@ from tests.weights.pretrained import (
     POSITIONS_PER_SECOND,
     SECONDS_PER_PATCH,
     VIDEO_TOKEN,
-    VOCAB,
     clip_extractor,
     qwen2_5_omni,
     recipe_from,
@@ -55,9 +55,7 @@ from tests.weights.pretrained import (
 from tests.weights.test_tiny_model import tiny_recipe
 from tests.weights.tiny_folders import FEW_CONVERSATIONS
 
-RATE = 16000
 UNITS = ("vision", "audio", "llm")
-FIRST_WORD = 8
 TOKENS = {"image": IMAGE_TOKEN, "video": VIDEO_TOKEN, "audio": OMNI_AUDIO_TOKEN}
 # Frames (in patches), rows and columns of pictures and videos; samples of clips. Clips of 37, 42, 60 and 100 frames are
 # cut into chunks of 10, of 5 tokens each: features join tokens of two chunks.
@@ -129,15 +127,6 @@ def _recipe(folder: Path, *overrides: str) -> Recipe:
     return recipe_from(folder, "data.image.min_pixels=16", "data.image.max_pixels=576", *overrides)
 
 
-def _wave(num_samples: int) -> np.ndarray:
-    return (0.3 * np.random.default_rng(num_samples).standard_normal(num_samples)).astype(np.float32)
-
-
-def _write_clip(path: Path, num_samples: int) -> FileMedia:
-    soundfile.write(path, _wave(num_samples), RATE, subtype="FLOAT")
-    return FileMedia(str(path))
-
-
 def _num_features(medium: Medium) -> int:
     kind, size = medium
     if kind != "audio":
@@ -146,24 +135,14 @@ def _num_features(medium: Medium) -> int:
     return ((frames - 1) // 2 + 1 - 2) // 2 + 1
 
 
-def _words(count: int, seed: int) -> Tensor:
-    return torch.randint(FIRST_WORD, VOCAB, (count,), generator=torch.Generator().manual_seed(seed))
-
-
 def _ids(number: int) -> Tensor:
-    parts = [_words(3, number)]
+    parts = [words(3, number)]
     for place, medium in enumerate(SAMPLES[number]):
         before, after = OMNI_BORDERS["audio" if medium[0] == "audio" else "vision"]
         features = torch.full((_num_features(medium),), TOKENS[medium[0]])
-        between = _words(place, 10 * number + place)  # none before the first
+        between = words(place, 10 * number + place)  # none before the first
         parts += [between, torch.tensor([before]), features, torch.tensor([after])]
-    return torch.cat([*parts, _words(6, number + 20)])
-
-
-def _in_squares(cells: Tensor, rows: int, cols: int) -> Tensor:
-    """Order patches (frames * rows * cols, features), row by row, as `transformers` expects them."""
-    split = cells.view(-1, rows // MERGE, MERGE, cols // MERGE, MERGE, cells.shape[1])
-    return split.transpose(2, 3).reshape(cells.shape)
+    return torch.cat([*parts, words(6, number + 20)])
 
 
 def _their_inputs(number: int, ids: Tensor, pixels: dict[Medium, Tensor]) -> dict[str, Tensor]:
@@ -172,12 +151,12 @@ def _their_inputs(number: int, ids: Tensor, pixels: dict[Medium, Tensor]) -> dic
     for kind, argument in (("image", "pixel_values"), ("video", "pixel_values_videos")):
         media = [medium for medium in SAMPLES[number] if medium[0] == kind]
         if media:
-            squares = [_in_squares(pixels[medium], *medium[1][1:]) for medium in media]
+            squares = [in_squares(pixels[medium], *medium[1][1:]) for medium in media]
             grids = torch.tensor([grid for _, grid in media])
             arguments |= {argument: torch.cat(squares), f"{kind}_grid_thw": grids}
             if kind == "video":
                 arguments["video_second_per_grid"] = torch.full((len(media),), SECONDS_PER_PATCH)
-    waves = [_wave(size) for kind, size in SAMPLES[number] if kind == "audio"]
+    waves = [wave(size) for kind, size in SAMPLES[number] if kind == "audio"]
     if waves:
         extracted = clip_extractor()(
             waves, sampling_rate=RATE, padding="max_length", return_attention_mask=True, return_tensors="pt"
@@ -199,21 +178,6 @@ def _positions(number: int, ids: Tensor) -> Tensor:
     media = [(kind, grid) for kind, grid in SAMPLES[number] if kind != "audio"]
     grids = [MediumGrid(_times(t), rows // MERGE, cols // MERGE) for _, (t, rows, cols) in media]
     return torch.from_numpy(find_media_positions(ids.numpy(), (IMAGE_TOKEN, VIDEO_TOKEN), grids, behind_times=True))
-
-
-def _clip_inputs(recipe: Recipe, folder: Path) -> EncoderInput:
-    """Read all clips as training does."""
-    audio = recipe.model.audio
-    assert audio is not None
-    reader = AudioItemReader(audio, recipe.data)
-    frames, cells = [], []
-    for size in [size for sample in SAMPLES for kind, size in sample if kind == "audio"]:
-        media = _write_clip(folder / f"{size}.wav", size)
-        grids = reader.read_items("audio", media).grids
-        for part, grid in enumerate(grids):
-            frames.append(grid[0])
-            cells.append(torch.from_numpy(reader.load_cells("audio", media, part, len(grids), grid)))
-    return EncoderInput(tuple(frames), (1,) * len(frames), torch.cat(cells))
 
 
 @pytest.mark.parametrize(
@@ -243,7 +207,8 @@ def test_logits_loss_and_gradients_equal_those_of_transformers(
     places = {"vision": is_seen.nonzero().flatten(), "audio": (packed == OMNI_AUDIO_TOKEN).nonzero().flatten()}
     positions = torch.cat([_positions(number, sample) for number, sample in enumerate(ids)], dim=1)
     text = TextInput(tuple(map(len, ids)), packed, labels_of(ids, FIRST_WORD - 1), places, positions)
-    clips = _clip_inputs(recipe, tmp_path)
+    sizes = [size for sample in SAMPLES for kind, size in sample if kind == "audio"]
+    clips = read_clips(recipe, tmp_path, sizes)
     assert list(clips.rows) == frames, "an item ends with a feature and a chunk; two frames more are no feature"
     features = {"vision": vision(None, images), "audio": audio(None, clips)}
     assert_equal_logits_and_loss(llm, text, features, expected)
@@ -256,7 +221,7 @@ def test_positions_are_those_of_get_rope_index(model: tuple[nn.Module, Path]) ->
     theirs: Any = model[0]
     with_positions = theirs if hasattr(theirs, "get_rope_index") else theirs.model  # 5.17, and later versions
     for seed in range(100):
-        parts, media, grids, seconds, mel_lengths = [_words(int(rng.integers(1, 4)), seed)], [], {}, [], []
+        parts, media, grids, seconds, mel_lengths = [words(int(rng.integers(1, 4)), seed)], [], {}, [], []
         for kind in rng.choice(["image", "video", "audio"], rng.integers(0, 5)):
             size: Any = int(rng.integers(400, RATE))
             if kind == "audio":
@@ -273,8 +238,8 @@ def test_positions_are_those_of_get_rope_index(model: tuple[nn.Module, Path]) ->
                 media.append(MediumGrid(times, size[1] // MERGE, size[2] // MERGE))
             before, after = OMNI_BORDERS["audio" if kind == "audio" else "vision"]
             features = torch.full((_num_features((str(kind), size)),), TOKENS[str(kind)])
-            parts += [torch.tensor([before]), features, torch.tensor([after]), _words(int(rng.integers(0, 3)), seed)]
-        ids = torch.cat([*parts, _words(2, seed)])
+            parts += [torch.tensor([before]), features, torch.tensor([after]), words(int(rng.integers(0, 3)), seed)]
+        ids = torch.cat([*parts, words(2, seed)])
         their_grids = {f"{kind}_grid_thw": torch.tensor(of_kind) for kind, of_kind in grids.items()}
         expected, delta = with_positions.get_rope_index(
             ids[None], attention_mask=torch.ones_like(ids)[None], audio_seqlens=torch.tensor(mel_lengths),
@@ -305,10 +270,10 @@ def test_clips_become_the_tokens_and_frames_of_the_processor(model: tuple[nn.Mod
     assert (recipe.data.audio.max_seconds, recipe.data.audio.long_clips) == (1, "cut")
     reader = AudioItemReader(audio, recipe.data)
     for length in (321, 480, 5900, 6561, 15841, 16000, 16160, 40000):
-        media = _write_clip(tmp_path / f"{length}.wav", length)  # a reader keeps the last clip by its path
+        media = write_clip(tmp_path / f"{length}.wav", length)  # a reader keeps the last clip by its path
         [grid] = reader.read_items("audio", media).grids
         extracted = clip_extractor()(
-            _wave(length), sampling_rate=RATE, padding="max_length", return_attention_mask=True, return_tensors="np"
+            wave(length), sampling_rate=RATE, padding="max_length", return_attention_mask=True, return_tensors="np"
         )
         frames = int(extracted.attention_mask.sum())
         assert grid == (frames, 1)
@@ -318,7 +283,7 @@ def test_clips_become_the_tokens_and_frames_of_the_processor(model: tuple[nn.Mod
         assert features == ((frames - 1) // 2 + 1 - 2) // 2 + 1
     for length in (1, 160, 320):
         with pytest.raises(BadMediaError, match="at least 3, one LLM token"):
-            reader.read_items("audio", _write_clip(tmp_path / "clip.wav", length))
+            reader.read_items("audio", write_clip(tmp_path / "clip.wav", length))
 
 
 @pytest.mark.parametrize("prefix", ["", "thinker."])

@@ -49,8 +49,13 @@ def read_num_frames(media: Media, settings: AudioDataSettings, multiple: int) ->
     return count_frames(media, read_sound_length(media, settings.max_seconds), settings, multiple)
 
 
-def count_frames(media: Media, length: SoundLength, settings: AudioDataSettings, multiple: int) -> int:
-    """Return the number of log-mel frames of a clip of this length, as `read_num_frames` does."""
+def count_frames(
+    media: Media, length: SoundLength, settings: AudioDataSettings, multiple: int, whole_only: bool = False
+) -> int:
+    """Return the number of log-mel frames of a clip of this length, as `read_num_frames` does.
+
+    whole_only: leave out a last frame that the samples do not fill.
+    """
     num_samples = length.num_samples
     rate = length.rate
     if num_samples < 1 or rate < 1:
@@ -70,6 +75,8 @@ def count_frames(media: Media, length: SoundLength, settings: AudioDataSettings,
     if settings.scheme == "fixed" or is_too_long:
         num_samples = round(max_seconds * SAMPLE_RATE_HZ)
         rate = SAMPLE_RATE_HZ
+    if whole_only:
+        return math.ceil(num_samples * SAMPLE_RATE_HZ / rate) // HOP_SAMPLES
     num_hops: int = math.ceil(num_samples * SAMPLE_RATE_HZ / (rate * HOP_SAMPLES))
     return math.ceil(num_hops / multiple) * multiple
 
@@ -97,6 +104,11 @@ def wave_log_mels(wave: Wave, frames: int, bins: int, silence_follows: bool = Fa
     return log_mel(np.pad(samples, (0, num_frames * HOP_SAMPLES - len(samples))), bins)[:frames]
 
 
+def mirrored_log_mels(wave: Wave, bins: int, max_seconds: float) -> Float32Array:
+    """Return the whole log-mel frames (frames, bins) of a clip that is mirrored at its end, or at `max_seconds`."""
+    return log_mel(wave.samples[: round(max_seconds * SAMPLE_RATE_HZ)], bins)
+
+
 def resample(wave: Float64Array, rate: int) -> Float64Array:
     """Resample (n,) from `rate` to 16 kHz by way of the spectrum: ceil(n * 16000 / rate) band-limited samples."""
     if rate == SAMPLE_RATE_HZ:
@@ -114,11 +126,10 @@ def resample(wave: Float64Array, rate: int) -> Float64Array:
 
 
 def log_mel(wave: Float64Array, bins: int) -> Float32Array:
-    """Return the log-mel frames (n / 160, bins) of (n,) samples at 16 kHz.
+    """Return the log-mel frames (n / 160, bins) of (n,) samples at 16 kHz, of which the last may fill no frame.
 
-    Scaled as Whisper does: the maximum is near 1, the minimum 2 below. n is a multiple of 160 and above 200.
+    Scaled as Whisper does: the maximum is near 1, the minimum 2 below. n is above 200.
     """
-    assert len(wave) % HOP_SAMPLES == 0, f"{len(wave)} samples are not whole frames"
     padded = np.pad(wave, WINDOW_SAMPLES // 2, mode="reflect")
     windows = np.lib.stride_tricks.sliding_window_view(padded, WINDOW_SAMPLES)[::HOP_SAMPLES]
     windows = windows[: len(wave) // HOP_SAMPLES]

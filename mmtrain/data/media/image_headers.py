@@ -11,7 +11,7 @@ holds and the pixels that training sees must agree on it, and so must the models
 import os
 import stat
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from io import BytesIO
 from typing import BinaryIO
@@ -217,20 +217,23 @@ def _read_exif(image: Image.Image, file: BinaryIO) -> Image.Exif:
         return image.getexif()
     position = file.tell()
     try:
-        header = _png_without_pixels(file)
+        file.seek(0)
+        magic = file.read(_PNG_MAGIC_BYTES)
+        chunks = list(_png_metadata(file))
     finally:
         file.seek(position)
-    with Image.open(header, formats=("PNG",)) as metadata:
+    if all(kind == b"IHDR" for kind, _ in chunks):
+        return Image.Exif()
+    with Image.open(_png_without_pixels(magic, chunks), formats=("PNG",)) as metadata:
         # The method of PNG images would decode the pixels to look for chunks behind them.
         return Image.Image.getexif(metadata)
 
 
-def _png_without_pixels(file: BinaryIO) -> BytesIO:
+def _png_without_pixels(magic: bytes, chunks: Sequence[tuple[bytes, bytes]]) -> BytesIO:
     """Return the header and the metadata of a PNG file, also those behind its pixels, as a PNG file of no pixels."""
-    file.seek(0)
     header = BytesIO()
-    header.write(file.read(_PNG_MAGIC_BYTES))
-    for kind, content in _png_metadata(file):
+    header.write(magic)
+    for kind, content in chunks:
         checksum = zlib.crc32(content, zlib.crc32(kind))  # Pillow ignores the stated one behind the pixels
         header.write(len(content).to_bytes(4, "big") + kind + content + checksum.to_bytes(4, "big"))
     header.write(b"\0\0\0\0IDAT")

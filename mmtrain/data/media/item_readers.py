@@ -8,7 +8,16 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any, Protocol
 
-from mmtrain.data.media.audio import HOP_SAMPLES, SAMPLE_RATE_HZ, count_frames, load_wave, wave_log_mels
+import numpy as np
+
+from mmtrain.data.media.audio import (
+    HOP_SAMPLES,
+    SAMPLE_RATE_HZ,
+    count_frames,
+    load_wave,
+    mirrored_log_mels,
+    wave_log_mels,
+)
 from mmtrain.data.media.image_grids import Grid, MediumItems
 from mmtrain.data.media.images import CellArray, Float32Array, Uint8Array
 from mmtrain.data.media.joined_tiles import TileJoin
@@ -80,7 +89,7 @@ class AudioItemReader:
         self._settings = settings
         self._data = data
         seconds = data.audio.item_seconds
-        self._item_frames = None if seconds is None else settings.frames_per_item(seconds)
+        self._item_cells = None if seconds is None else settings.cells_per_item(seconds)
         # The next item of a clip is usually wanted next.
         self._load_clip = lru_cache(maxsize=1)(self._load_whole_clip)
 
@@ -89,25 +98,25 @@ class AudioItemReader:
         require_soundfile()
 
     def read_items(self, kind: MediaKind, media: Media) -> MediumItems:
-        """Return the items of (frames, 1) of a clip; its last item may be shorter than the others."""
+        """Return the items of (cells, 1) of a clip; its last item may be shorter than the others."""
         frames = self._num_frames(media, read_sound_length(media, self._data.audio.max_seconds))
-        return MediumItems(tuple((rows, 1) for rows in self._split_frames(frames)))
+        return MediumItems(tuple((rows, 1) for rows in self._split_cells(self._settings.count_cells(frames))))
 
     def load_cells(self, kind: MediaKind, media: Media, part: int, num_parts: int, grid: Grid) -> Float32Array:
         """Return the log-mel frames of an item of a clip."""
         cells = self._load_clip(media)
-        items = self._split_frames(len(cells))
+        items = self._split_cells(len(cells))
         if len(items) != num_parts or items[part] != grid[0]:
             raise BadAudioError("undecodable", describe_changed(media))
         first = sum(items[:part])
         return cells[first : first + grid[0]]
 
-    def _split_frames(self, frames: int) -> list[int]:
-        """Return the frames of each item of a clip."""
-        if self._item_frames is None:
-            return [frames]
-        num_whole, rest = divmod(frames, self._item_frames)
-        items = [self._item_frames] * num_whole
+    def _split_cells(self, cells: int) -> list[int]:
+        """Return the cells of each item of a clip."""
+        if self._item_cells is None:
+            return [cells]
+        num_whole, rest = divmod(cells, self._item_cells)
+        items = [self._item_cells] * num_whole
         if rest + self._settings.partial_cells >= self._settings.cells_per_feature:  # fewer become no feature
             items.append(rest)
         return items
@@ -116,7 +125,24 @@ class AudioItemReader:
         """Return the log-mel frames of a clip, which depend on all of it: their scale is that of the loudest one."""
         wave = load_wave(media, self._data.audio.max_seconds)
         frames = self._num_frames(media, wave.length)
-        return wave_log_mels(wave, frames, self._settings.mel_bins, silence_follows=frames < self._padded_frames())
+        settings = self._settings
+        if settings.clip_end == "mirrored":
+            mels = mirrored_log_mels(wave, settings.mel_bins, self._data.audio.max_seconds)
+        else:
+            mels = wave_log_mels(wave, frames, settings.mel_bins, silence_follows=frames < self._padded_frames())
+        return self._in_cells(mels)
+
+    def _in_cells(self, mels: Float32Array) -> Float32Array:
+        """Put log-mel frames where `AudioSettings.count_cells` has them: (frames, bins) -> (cells, bins)."""
+        settings = self._settings
+        num_cells = settings.count_cells(len(mels))
+        if num_cells == len(mels):
+            return mels
+        assert settings.chunk is not None, "other clips lie in their frames"
+        cells = np.zeros((num_cells, mels.shape[1]), dtype=mels.dtype)
+        chunk, within = np.divmod(np.arange(len(mels)), settings.chunk)
+        cells[chunk * settings.chunk_cells + within] = mels
+        return cells
 
     def _padded_frames(self) -> float:
         """Return the frames to which the feature extractor of the encoder's family pads clips with silence."""
@@ -128,17 +154,18 @@ class AudioItemReader:
         """Return the frames of a clip, rounded up so that they become a whole number of features.
 
         Where silence follows a clip, they become whole tokens, and one frame is added that is only looked at. Where
-        clips are not padded, they are not rounded.
+        clips are not padded, they are not rounded; where they are mirrored, a last frame that is not full is left out.
         """
         settings, data = self._settings, self._data.audio
         if settings.clip_end == "zeros":
             return count_frames(media, length, data, settings.cells_per_feature)
-        frames = count_frames(media, length, data, settings.cells_per_token - settings.partial_cells)
+        whole_only = settings.clip_end == "mirrored"
+        frames = count_frames(media, length, data, settings.cells_per_token - settings.partial_cells, whole_only)
         fewest = settings.cells_per_feature - settings.partial_cells
         if frames < fewest:
             reason = f"{media}: {frames} log-mel frames of 10 ms; allowed: at least {fewest}, one LLM token"
             raise BadAudioError("clip_too_short", reason)
-        return frames if settings.clip_end == "unpadded" else min(frames + 1, settings.max_frames)
+        return frames if settings.partial_cells else min(frames + 1, settings.max_frames)
 
 
 def tile_join(settings: EncoderSettings, data: DataSettings) -> TileJoin | None:

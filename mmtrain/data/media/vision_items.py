@@ -111,7 +111,7 @@ def _item_times(
     per_second = vision.time_positions_per_second
     if per_second is None:
         return None
-    if vision.patch_seconds == "stated" and video.fps is not None:
+    if vision.patch_seconds != "sampled" and video.fps is not None:
         seconds = np.arange(num_items, dtype=np.float32) * np.float32(vision.temporal_patch / video.fps)
         positions = seconds * np.float32(per_second)
     else:

@@ -47,7 +47,8 @@ _CLASS_OF_MODEL = {
     "mistral": _AS_FILED,
     "mistral3": _AS_FILED,
     **dict.fromkeys(
-        ("qwen2", "qwen2_5_omni", "qwen2_5_vl", "qwen2_audio", "qwen2_vl", "qwen3", "qwen3_vl"), "Qwen2Tokenizer"
+        ("qwen2", "qwen2_5_omni", "qwen2_5_vl", "qwen2_audio", "qwen2_vl", "qwen3", "qwen3_omni_moe", "qwen3_vl"),
+        "Qwen2Tokenizer",
     ),
     **dict.fromkeys(("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), "Qwen3_5Tokenizer"),
 }
@@ -262,7 +263,7 @@ def _media_tokens(
 
 def _media_token_id(model: Mapping[str, Any], kind: str) -> int | None:
     """Return the id that `config.json` names for the features of a kind of media; families name it differently."""
-    thinker = model.get("thinker_config")  # the part of Qwen2.5-Omni that reads media and writes text
+    thinker = model.get("thinker_config")  # the part of Qwen's omni models that reads media and writes text
     for section in (model, thinker if isinstance(thinker, dict) else {}):
         for key in (f"{kind}_token_id", f"{kind}_token_index"):
             if type(section.get(key)) is int:

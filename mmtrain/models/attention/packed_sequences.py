@@ -45,6 +45,8 @@ class PackedSequences:
     num_padding_rows: int = 0  # at the end
     token_weight: float = 0.0  # of a token in means over the global batch
     query_factors: Tensor | None = None  # (T, 1, 1), by which rotated queries are multiplied; None: by nothing
+    layer_input: Tensor | None = None  # (T, width) of one block alone
+    shared_kv: Tensor | None = None  # keys and values of an earlier block side by side, those of this rank's heads
     qkv_format: ClassVar[str] = "thd"  # Megatron-core's name for packed tokens; it reads this attribute
 
     @property

@@ -25,6 +25,7 @@ class Rotation(NamedTuple):
     base: float
     scaling: RopeScalingSettings | None = None
     turning: int | None = None  # features that turn, those of the first pairs; None: all do
+    as_whole_head: bool = False  # those that turn do so as if all did
 
 
 def look_up_rotations(positions: Tensor, num_positions: int, rotation: Rotation, dtype: torch.dtype) -> RotaryTables:
@@ -46,14 +47,19 @@ def _table_of_positions(num_rows: int, rotation: Rotation, dtype: torch.dtype, d
 
 
 def rotary_frequencies(
-    width: int, base: float, scaling: RopeScalingSettings | None = None, turning: int | None = None
+    width: int,
+    base: float,
+    scaling: RopeScalingSettings | None = None,
+    turning: int | None = None,
+    as_whole_head: bool = False,
 ) -> Tensor:
     """Return the angles per position, (width / 2,), by which rotary positions rotate the pairs of `width` features.
 
-    turning: see `Rotation`; the angles of other pairs are 0.
+    turning, as_whole_head: see `Rotation`; the angles of other pairs are 0.
     """
     num_turning = width if turning is None else turning
-    frequencies = base ** (-torch.arange(0, num_turning, 2, dtype=torch.float32) / num_turning)
+    num_features = width if as_whole_head else num_turning
+    frequencies = base ** (-torch.arange(0, num_turning, 2, dtype=torch.float32) / num_features)
     if scaling is not None:
         frequencies = scale_frequencies(frequencies, base, scaling)
     return F.pad(frequencies, (0, width // 2 - len(frequencies)))

@@ -42,7 +42,12 @@ class LogitRules:
 
 
 def vocab_parallel_losses(
-    hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, tp_group: dist.ProcessGroup
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    vocab_size: int,
+    tp_group: dist.ProcessGroup,
+    logit_cap: float | None = None,
 ) -> Tensor:
     """Return the cross-entropy of each row of `hidden @ weight.T` against its target: (N,) fp32, equal on all ranks.
 
@@ -57,52 +62,72 @@ def vocab_parallel_losses(
         vocab_size: rows of the whole vocabulary from here on are padding: they take no part in the softmax, and their
             gradient is zero.
         tp_group: the ranks that share the vocabulary, in the order of their rows.
+        logit_cap: logits x become `logit_cap` * tanh(x / `logit_cap`) first; at most `MAX_LOGIT_CAP`.
     """
     num_ids, width = weight.shape
     sizes = LossSizes(len(hidden), num_ids, width, hidden.element_size(), weight.requires_grad)
     compute = losses_by_chunks if sizes.uses_chunks else losses_at_once
-    return compute(hidden, weight, targets, vocab_size, tp_group)
+    return compute(hidden, weight, targets, vocab_size, tp_group, logit_cap)
 
 
 def losses_at_once(
-    hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, tp_group: dist.ProcessGroup
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    vocab_size: int,
+    tp_group: dist.ProcessGroup,
+    logit_cap: float | None = None,
 ) -> Tensor:
     """Compute what `vocab_parallel_losses` does, with all logits."""
-    losses: Tensor = _VocabParallelLoss.apply(hidden, weight, targets, vocab_size, tp_group)  # type: ignore[no-untyped-call]
+    losses: Tensor = _VocabParallelLoss.apply(hidden, weight, targets, vocab_size, tp_group, logit_cap)  # type: ignore[no-untyped-call]
     return losses
 
 
 def losses_by_chunks(
-    hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, tp_group: dist.ProcessGroup
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    vocab_size: int,
+    tp_group: dist.ProcessGroup,
+    logit_cap: float | None = None,
 ) -> Tensor:
     """Compute what `vocab_parallel_losses` does, with the logits of `CHUNK_TOKENS` tokens at a time."""
     is_training = torch.is_grad_enabled()  # inside of a function of autograd it is always off
-    losses: Tensor = _ChunkedLoss.apply(hidden, weight, targets, vocab_size, tp_group, is_training)  # type: ignore[no-untyped-call]
+    losses: Tensor = _ChunkedLoss.apply(hidden, weight, targets, vocab_size, tp_group, logit_cap, is_training)  # type: ignore[no-untyped-call]
     return losses
 
 
 class _VocabParallelLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, tp_group: dist.ProcessGroup
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        vocab_size: int,
+        tp_group: dist.ProcessGroup,
+        logit_cap: float | None,
     ) -> Tensor:
         first_id = tp_group.rank() * len(weight)
-        exponentials, sums = _exponentials(hidden, weight, targets - first_id, vocab_size - first_id, tp_group)
+        exponentials, sums, largest = _exponentials(
+            hidden, weight, targets - first_id, vocab_size - first_id, tp_group, logit_cap
+        )
         denominators, target_logits = sums
         kept = hidden if ctx.needs_input_grad[1] else None  # only the weight's gradient reads it
-        ctx.save_for_backward(kept, weight, targets, exponentials, denominators)
-        ctx.first_id = first_id
+        ctx.save_for_backward(kept, weight, targets, exponentials, denominators, largest)
+        ctx.first_id, ctx.logit_cap = first_id, logit_cap
         losses: Tensor = denominators.log() - target_logits
         return losses
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, loss_grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, exponentials, denominators = ctx.saved_tensors
-        logits_grad = _logits_gradient(exponentials, denominators, targets - ctx.first_id, loss_grads)
+        hidden, weight, targets, exponentials, denominators, largest = ctx.saved_tensors
+        cap = None if ctx.logit_cap is None else (ctx.logit_cap, largest)
+        logits_grad = _logits_gradient(exponentials, denominators, targets - ctx.first_id, loss_grads, cap)
         hidden_grad = logits_grad @ weight if ctx.needs_input_grad[0] else None
         weight_grad = logits_grad.T @ hidden if ctx.needs_input_grad[1] else None
-        return hidden_grad, weight_grad, None, None, None
+        return hidden_grad, weight_grad, None, None, None, None
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -116,6 +141,7 @@ class _ChunkedLoss(torch.autograd.Function):
         targets: Tensor,
         vocab_size: int,
         tp_group: dist.ProcessGroup,
+        logit_cap: float | None,
         is_training: bool,
     ) -> Tensor:
         first_id = tp_group.rank() * len(weight)
@@ -126,12 +152,13 @@ class _ChunkedLoss(torch.autograd.Function):
         for first in range(0, len(hidden), CHUNK_TOKENS):
             rows = slice(first, first + CHUNK_TOKENS)
             ids = targets[rows] - first_id
-            logits, (denominators, target_logits) = _exponentials(
-                hidden[rows], weight, ids, vocab_size - first_id, tp_group
+            logits, (denominators, target_logits), largest = _exponentials(
+                hidden[rows], weight, ids, vocab_size - first_id, tp_group, logit_cap
             )
             losses[rows] = denominators.log() - target_logits
             if needs_hidden or needs_weight:
-                logits_grad = _logits_gradient(logits, denominators, ids, torch.ones_like(denominators))
+                cap = None if logit_cap is None else (logit_cap, largest)
+                logits_grad = _logits_gradient(logits, denominators, ids, torch.ones_like(denominators), cap)
                 if hidden_grad is not None:
                     torch.mm(logits_grad, weight, out=hidden_grad[rows])
                 if weight_grad is not None:
@@ -152,22 +179,31 @@ class _ChunkedLoss(torch.autograd.Function):
             hidden_grad.mul_(scale)
         if weight_grad is not None:
             weight_grad = _scaled_or_added(weight, weight_grad, scale)
-        return hidden_grad, weight_grad, None, None, None, None
+        return hidden_grad, weight_grad, None, None, None, None, None
 
 
 def _exponentials(
-    hidden: Tensor, weight: Tensor, ids: Tensor, num_real: int, tp_group: dist.ProcessGroup
-) -> tuple[Tensor, Tensor]:
-    """Return the exponential of each logit less its row's largest, and two sums of each row over the whole vocabulary.
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    num_real: int,
+    tp_group: dist.ProcessGroup,
+    logit_cap: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return exponentials of logits less their row's largest, two sums of rows over the whole vocabulary, the largest.
 
     Args:
         ids: (N,) rows of `weight` that are the targets; others are another rank's.
         num_real: rows of `weight` from here on are padding.
 
-    Returns (N, vocab / tp) in the type of `hidden`, and (2, N) in fp32: sums of exponentials, and the targets' logits.
+    Returns (N, vocab / tp) in the type of `hidden`, and (2, N) in fp32: sums of exponentials, and the targets' logits;
+    then (N,) in fp32.
     """
     # GEMMs run over the padding too: it makes them fast.
     logits = hidden @ weight.T
+    if logit_cap is not None:
+        for rows in _rows_in_fp32(logits):
+            _write_back(logits[rows].float().div_(logit_cap).tanh_().mul_(logit_cap), logits[rows])
     logits[:, max(0, num_real) :] = float("-inf")
     largest = logits.amax(dim=1).float()
     _reduce(largest, dist.ReduceOp.MAX, tp_group)
@@ -178,16 +214,37 @@ def _exponentials(
         sums[0, rows] = values.exp_().sum(dim=1)
         _write_back(values, logits[rows])
     _reduce(sums, dist.ReduceOp.SUM, tp_group)
-    return logits, sums
+    return logits, sums, largest
 
 
-def _logits_gradient(exponentials: Tensor, denominators: Tensor, ids: Tensor, loss_grads: Tensor) -> Tensor:
-    """Return the gradients of logits, written over their exponentials."""
+def _logits_gradient(
+    exponentials: Tensor,
+    denominators: Tensor,
+    ids: Tensor,
+    loss_grads: Tensor,
+    cap: tuple[float, Tensor] | None,
+) -> Tensor:
+    """Return the gradients of logits, written over their exponentials.
+
+    cap: of capped logits, the cap and the largest logit of each row.
+    """
     for rows in _rows_in_fp32(exponentials):
+        slopes = None if cap is None else _slopes_of_cap(exponentials[rows], cap[0], cap[1][rows])
         values = exponentials[rows].float().mul_((loss_grads[rows] / denominators[rows])[:, None])
         _add_to_picked(values, ids[rows], -loss_grads[rows])
+        if slopes is not None:
+            values.mul_(slopes)
         _write_back(values, exponentials[rows])
     return exponentials
+
+
+def _slopes_of_cap(exponentials: Tensor, cap: float, largest: Tensor) -> Tensor:
+    """Return the derivatives of capped logits, made again from their exponentials, by what they were before: fp32.
+
+    No exponential of a real id is 0, since logits differ by at most twice the cap; those of padding are.
+    """
+    shares = exponentials.float().log().add_(largest[:, None]).div_(cap)
+    return shares.square_().neg_().add_(1.0).clamp_(min=0.0)
 
 
 def _add_product(total: Tensor, logits_grad: Tensor, hidden: Tensor) -> None:

@@ -59,6 +59,60 @@ class NormedAdd(nn.Module):
         return residual + normalized
 
 
+class LayerInput(nn.Module):
+    """Add to a block's output what a linear makes of its gate times the block's own input (Gemma 3n).
+
+    All ranks of a TP group compute it alike, or for their tokens under sequence parallelism.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, width: int, norm: nn.Module, activate_gate: Callable[[Tensor], Tensor]
+    ) -> None:
+        """Create the linears, uninitialized; `norm` is that of the output."""
+        super().__init__()
+        self.gate = _whole_linear(config.hidden_size, width, config)
+        self.projection = _whole_linear(width, config.hidden_size, config)
+        self.norm = norm
+        self.activate_gate = activate_gate
+
+    def forward(self, hidden: Tensor, layer_input: Tensor) -> Tensor:
+        """Map (T, hidden) and (T, width) to (T, hidden)."""
+        gated = self.activate_gate(self.gate(hidden)) * layer_input
+        normalized: Tensor = self.norm(self.projection(gated))
+        return hidden + normalized
+
+
+def _whole_linear(inputs: int, outputs: int, config: TransformerConfig) -> nn.Linear:
+    """Build a linear without bias that is whole on every rank, with uninitialized weights."""
+    linear = nn.Linear(inputs, outputs, bias=False, device="meta")
+    linear.weight = nn.Parameter(torch.empty(outputs, inputs, dtype=config.params_dtype))
+    linear.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+    return linear
+
+
+class LayerInputs(nn.Module):
+    """Make the own inputs of all blocks: rows of a table for tokens, and a linear of their embeddings (Gemma 3n)."""
+
+    def __init__(
+        self, config: TransformerConfig, table: nn.Module, norm: nn.Module, width: int, num_blocks: int
+    ) -> None:
+        """Create the linear, uninitialized; a row of `table` has `width` features of each block, as `norm` reads."""
+        super().__init__()
+        self.table = table
+        self.linear = _whole_linear(config.hidden_size, num_blocks * width, config)
+        self.norm = norm
+        self.width = width
+        self.table_scale = torch.tensor(width**0.5, dtype=config.params_dtype).item()
+        self.linear_scale = config.hidden_size**-0.5
+
+    def forward(self, ids: Tensor, embeddings: Tensor) -> Tensor:
+        """Map ids (T,) and embeddings (T, hidden) to (T, blocks * width)."""
+        projected = (self.linear(embeddings) * self.linear_scale).unflatten(1, (-1, self.width))
+        of_tokens = self.table(ids) * self.table_scale
+        mean: Tensor = (self.norm(projected).flatten(1) + of_tokens) * 0.5**0.5
+        return mean
+
+
 def add_to_residual(add: Any, output_with_bias: OutputWithBias, residual: Tensor) -> Tensor:
     """Add what attention or MLP put out, as the block's `add` does: a module of this file, or a plain sum."""
     if isinstance(add, ScaledAdd | NormedAdd):

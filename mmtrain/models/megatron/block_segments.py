@@ -24,6 +24,7 @@ from mmtrain.models.kernels.elementwise import activate, activate_gated
 from mmtrain.models.kernels.liger import add_and_rms_norm
 from mmtrain.models.megatron.block_parts import add_to_residual
 from mmtrain.models.megatron.experts import ExpertMlp, RoutedTokens, Routing, SharedInner
+from mmtrain.models.megatron.grouped_attention import GroupedAttention
 from mmtrain.models.megatron.parallel_groups import ParallelGroups
 from mmtrain.models.shapes.layer_shape import BLOCK_PIECES, MLP_CHUNK_TOKENS
 
@@ -34,25 +35,43 @@ _AFTER_GATHER = (QKV, UP)  # before these, forward gathers the normalized tokens
 _AFTER_REDUCE = (NORM_MLP, ADD)  # before these, forward reduces the partial sums of a row-parallel linear
 
 
-def run_block(block: Any, hidden: Tensor, packing: PackedSequences) -> Tensor:
-    """Run all pieces of a `PackedTransformerBlock`: (T, hidden) to (T, hidden), at least one token."""
+def run_block(block: Any, hidden: Tensor, packing: PackedSequences) -> Tensor | BlockState:
+    """Run all pieces of a `PackedTransformerBlock`: (T, hidden) to (T, hidden), at least one token.
+
+    If later blocks read keys and values of this one, these are a second result.
+    """
     state: BlockState = (hidden,)
-    for run_piece in _PIECES[:UP]:
+    kept: BlockState = ()
+    for piece, run_piece in enumerate(_PIECES[:UP]):
         state = run_piece(block, packing, *state)
+        if piece == ATTENTION and _keeps_kv(block):
+            state, kept = state[:-1], state[-1:]
     state = (state[0], _mlp(block, packing, state[1]))
-    return _add(block, packing, *state)[0]
+    (out,) = _add(block, packing, *state)
+    return (out, *kept) if kept else out
 
 
 def run_pieces(block: Any, state: BlockState, packing: PackedSequences, pieces: range) -> BlockState:
     """Run consecutive pieces of a `PackedTransformerBlock` on at least one token; the first piece reads (T, hidden).
 
     The caller communicates the state before the first piece and after the last one: see `start_tp_communication`.
+    Behind attention, keys and values that later blocks read are the last tensor of the state.
     """
+    kept: BlockState = ()
+    if _keeps_kv(block) and pieces.start > ATTENTION:
+        state, kept = state[:-1], state[-1:]
     for piece in pieces:
         is_callers = piece == pieces.start if piece in _AFTER_GATHER else piece == pieces.stop - 1
         with _without_communication(_linear(block, piece), is_callers):
             state = _PIECES[piece](block, packing, *state)
-    return state
+        if piece == ATTENTION and _keeps_kv(block):
+            state, kept = state[:-1], state[-1:]
+    return (*state, *kept)
+
+
+def _keeps_kv(block: Any) -> bool:
+    """Return whether later blocks read keys and values of this one."""
+    return isinstance(block.self_attention, GroupedAttention) and block.self_attention.shape.keeps_kv
 
 
 def start_tp_communication(
@@ -123,7 +142,7 @@ def _qkv(block: Any, packing: PackedSequences, hidden: Tensor, x: Tensor) -> Blo
 
 
 def _attention(block: Any, packing: PackedSequences, hidden: Tensor, *projected: Tensor) -> BlockState:
-    return hidden, block.self_attention.mix(packing, *projected)
+    return hidden, *block.self_attention.mix(packing, *projected)
 
 
 def _projection(block: Any, packing: PackedSequences, hidden: Tensor, x: Tensor) -> BlockState:
@@ -234,7 +253,11 @@ def _activate_again_in_backward(
 
 
 def _add(block: Any, packing: PackedSequences, hidden: Tensor, x: Tensor) -> BlockState:
-    return (add_to_residual(block.mlp_bda, (x, _last_of_mlp(block).late_bias), hidden).squeeze(1),)
+    out = add_to_residual(block.mlp_bda, (x, _last_of_mlp(block).late_bias), hidden).squeeze(1)
+    if block.layer_input is not None:
+        assert packing.layer_input is not None, "the embedding made one"
+        out = block.layer_input(out, packing.layer_input)
+    return (out if block.output_scale is None else out * block.output_scale,)
 
 
 _PIECES: tuple[Callable[..., BlockState], ...] = (_norm, _qkv, _attention, _projection, _norm_mlp, _up, _down, _add)

@@ -61,7 +61,7 @@ class DeltaNetMixer(nn.Module):
         """Compute of (T, 1, hidden) what `mix` reads."""
         return (self.linear_in(x)[0],)
 
-    def mix(self, packing: PackedSequences, x: Tensor) -> Tensor:
+    def mix(self, packing: PackedSequences, x: Tensor) -> tuple[Tensor]:
         """Mix the tokens of each sample, from a state of zeros at its start: (T, 1, values of this rank)."""
         assert packing.context is None, "`check_delta_net` rejects ranks that share sequences"
         heads = x.view(len(x), self.num_heads, -1)
@@ -69,7 +69,7 @@ class DeltaNetMixer(nn.Module):
             out = self._mix_and_cache(heads, packing.layout, packing.kv_cache)
         else:
             out = mix_samples(heads, self._weights(), self.widths, packing.layout.sample_chunks(x.device))
-        return out.flatten(1).unsqueeze(1)
+        return (out.flatten(1).unsqueeze(1),)
 
     def _weights(self) -> DeltaWeights:
         of_heads = (self.num_heads, -1)

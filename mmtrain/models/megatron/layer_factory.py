@@ -17,14 +17,14 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import ColumnParallelLinear, VocabParallelEmbedding
 from megatron.core.tensor_parallel.mappings import (
-    all_gather_last_dim_from_tensor_parallel_region,
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
     scatter_to_sequence_parallel_region,
 )
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -33,13 +33,14 @@ from torch import Tensor, nn
 
 from mmtrain.models.attention import AttentionBackend, AttentionOptions, SequenceLayout, attend
 from mmtrain.models.attention.packed_sequences import PackedSequences
-from mmtrain.models.kernels.elementwise import rms_norm, rotate_heads
+from mmtrain.models.kernels.elementwise import activate, rms_norm, rotate_heads
 from mmtrain.models.kernels.vocab_loss import LogitRules, vocab_parallel_losses
 from mmtrain.models.megatron import compat
-from mmtrain.models.megatron.block_parts import JointHeadNorm, NormedAdd, ScaledAdd
+from mmtrain.models.megatron.block_parts import JointHeadNorm, LayerInput, LayerInputs, NormedAdd, ScaledAdd
 from mmtrain.models.megatron.block_segments import run_block
 from mmtrain.models.megatron.delta_net import DeltaNetMixer
 from mmtrain.models.megatron.experts import ExpertMlp
+from mmtrain.models.megatron.grouped_attention import GroupedAttention
 from mmtrain.models.megatron.lora import ColumnLinear, RowLinear, add_adapter
 from mmtrain.models.megatron.parallel_groups import ParallelGroups
 from mmtrain.models.shapes.layer_shape import Attention, LayerShape, LoraShape, Mixer, Mlp, MoeMlp, is_of_expert
@@ -122,48 +123,6 @@ class PackedAttention(nn.Module):
         return attend(q, k, v, packing.layout, options)
 
 
-class GroupedAttention(SelfAttention):  # type: ignore[misc]  # Megatron-core has no types
-    """Self-attention that also runs on more tensor-parallel ranks than there are KV heads.
-
-    Every rank holds an equal share of the rows [q heads, their gates, k, v] x KV heads of `linear_qkv`. If a KV head is
-    spread over several ranks, they gather their projections, and each rank takes its queries and gates, and the keys
-    and values that these need. Megatron-core does the same, but only over its global process group.
-    """
-
-    @property
-    def first_linear(self) -> nn.Module:
-        """Return the linear that reads the block's normalized hidden states."""
-        return cast(nn.Module, self.linear_qkv)
-
-    def project(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Compute of (T, 1, hidden) what `mix` reads: queries, keys and values, and gates of the output if it has any.
-
-        Queries and gates are (T, 1, heads, d), keys and values (T, 1, kv heads, d), of this rank.
-        """
-        kv_heads, tp, is_gated = self.config.num_query_groups, self.world_size, self.config.attention_output_gate
-        if kv_heads >= tp:
-            return cast(tuple[Tensor, ...], self.get_query_key_value_tensors(x, output_gate=is_gated))
-        shard = self.linear_qkv(x)[0]
-        qkv = all_gather_last_dim_from_tensor_parallel_region(shard, group=self.tp_group)
-        kv_head, rank_in_head = divmod(self.tp_group.rank(), tp // kv_heads)
-        heads = qkv.unflatten(-1, (kv_heads, -1, self.hidden_size_per_attention_head))[:, :, kv_head]
-        num_queries = self.config.num_attention_heads // tp
-        queries = heads.narrow(2, rank_in_head * num_queries, num_queries)
-        keys, values = heads[:, :, -2:-1], heads[:, :, -1:]
-        if self.q_layernorm is not None:
-            queries, keys = self.q_layernorm(queries), self.k_layernorm(keys)
-        if not is_gated:
-            return queries, keys, values
-        first_gate = self.config.num_attention_heads // kv_heads + rank_in_head * num_queries
-        return queries, keys, values, heads.narrow(2, first_gate, num_queries)
-
-    def mix(self, packing: PackedSequences, q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None = None) -> Tensor:
-        """Attend, and multiply what that makes by the sigmoid of the gates: (T, 1, width of this rank's heads)."""
-        out: Tensor = self.core_attention(q.squeeze(1), k.squeeze(1), v.squeeze(1), None, packed_seq_params=packing)
-        out = out.reshape(len(out), 1, -1)
-        return out if gates is None else out * gates.flatten(2).sigmoid()
-
-
 class PackedTransformerBlock(TransformerLayer):  # type: ignore[misc]  # Megatron-core has no types
     """One pre-norm transformer block on packed tokens, of Megatron-core's modules."""
 
@@ -175,6 +134,8 @@ class PackedTransformerBlock(TransformerLayer):  # type: ignore[misc]  # Megatro
         fused_kernels: bool,
         recomputes_activation: bool,
         chunks_mlp: bool,
+        layer_input: LayerInput | None,
+        has_scale: bool,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
@@ -183,20 +144,26 @@ class PackedTransformerBlock(TransformerLayer):  # type: ignore[misc]  # Megatro
         self.chunks_mlp = chunks_mlp
         self.activation = activation
         self.is_gated = is_gated
+        self.layer_input = layer_input
+        self.output_scale = nn.Parameter(torch.ones(1, dtype=self.config.params_dtype)) if has_scale else None
         if not isinstance(self.mlp, ExpertMlp):
             self.mlp.linear_fc1.skip_bias_add = False  # its GEMM adds the bias
 
-    def forward(self, hidden: Tensor, packing: PackedSequences) -> Tensor:
-        """Map (T, hidden) to (T, hidden)."""
+    def forward(self, hidden: Tensor, packing: PackedSequences) -> Tensor | tuple[Tensor, ...]:
+        """Map (T, hidden) to (T, hidden), and to keys and values if later blocks read them: see `GroupedAttention`."""
         if hidden.shape[0] == 0:
             # Megatron-core cannot reshape an empty tensor. A row that is dropped again gives weights a zero gradient.
             # Where ranks share sequences, one without tokens still takes part in what they exchange.
+            beside = packing.layer_input, packing.shared_kv
             packing = _ONE_TOKEN if packing.context is None else packing.padded(1)
+            layer_input, shared_kv = (None if rows is None else F.pad(rows, (0, 0, 0, 1)) for rows in beside)
+            packing = replace(packing, layer_input=layer_input, shared_kv=shared_kv)
             # A call of the block would run FSDP2's hooks twice, and before torch 2.13 reduce its gradients twice.
-            return self._run(F.pad(hidden, (0, 0, 0, 1)), packing)[:0]
+            outputs = self._run(F.pad(hidden, (0, 0, 0, 1)), packing)
+            return outputs[:0] if isinstance(outputs, Tensor) else tuple(rows[:0] for rows in outputs)
         return self._run(hidden, packing)
 
-    def _run(self, hidden: Tensor, packing: PackedSequences) -> Tensor:
+    def _run(self, hidden: Tensor, packing: PackedSequences) -> Tensor | tuple[Tensor, ...]:
         if isinstance(self.mlp, ExpertMlp):
             return cast(Tensor, self.mlp.experts(partial(run_block, self), hidden, packing))
         return run_block(self, hidden, packing)
@@ -288,15 +255,16 @@ class LayerFactory:
         """Return the unit's process groups for Megatron-core."""
         return self.groups.collection()
 
-    def transformer_block(
-        self, mixer: Mixer, mlp: Mlp, recomputes_activation: bool = False, chunks_mlp: bool = False
-    ) -> nn.Module:
+    def transformer_block(self, shape: LayerShape, chunks_mlp: bool = False) -> nn.Module:
         """Build one `PackedTransformerBlock`: mixer and MLP with residual connections.
 
-        mixer, mlp: those of the block; blocks of a unit may differ in them.
-        recomputes_activation: keep no output of the MLP's activation function: see `block_segments`.
+        shape: that of the block; blocks of a unit may differ in mixers and MLPs. Where it says so, the block keeps no
+            output of the MLP's activation function: see `block_segments`.
         chunks_mlp: compute the MLP of many tokens in chunks, for a block that is recomputed: see `chunked_mlp`.
         """
+        mixer, mlp = shape.mixer, shape.mlp
+        assert mixer is not None, "blocks have a mixer"
+        assert mlp is not None, "blocks have an MLP"
         add_output: Any = get_bias_dropout_add
         if self.block.post_norms:
             build_norm = partial(self.norm, self.block.hidden, on_sequence_shards=True)
@@ -311,25 +279,70 @@ class LayerFactory:
             mlp=self._mlp_spec(mlp),
             mlp_bda=add_output,
         )
+        config = replace(self.sequence_parallel_config, ffn_hidden_size=mlp.ffn, gated_linear_unit=mlp.gated)
+        if isinstance(mixer, Attention):
+            config = replace(config, num_query_groups=mixer.kv_heads, kv_channels=mixer.head_dim)
         layer = PackedTransformerBlock(
-            replace(self.sequence_parallel_config, ffn_hidden_size=mlp.ffn, gated_linear_unit=mlp.gated),
+            config,
             spec,
             pg_collection=self.collection,
             activation=self.activation,
             is_gated=mlp.gated,
             fused_kernels=self.fused_kernels,
-            recomputes_activation=recomputes_activation,
+            recomputes_activation=shape.recomputes_activation,
             chunks_mlp=chunks_mlp,
+            layer_input=self._layer_input(shape.layer_input),
+            has_scale=shape.output_scale,
         )
         self._mark_shards(layer, mlp)
         if self.groups.tp_size > 1:
             set_tp_chunks(layer, self.tp_chunks)
         return cast(nn.Module, layer)
 
+    def _layer_input(self, width: int) -> LayerInput | None:
+        """Build what adds a block's own input of so many features to its output; None without one."""
+        if not width:
+            return None
+        norm = self.norm(self.block.hidden, on_sequence_shards=True)
+        activate_gate = partial(activate, activation=self.activation)
+        return LayerInput(self.sequence_parallel_config, width, norm, activate_gate)
+
+    def layer_inputs(self, rows: int, width: int, num_blocks: int) -> LayerInputs:
+        """Build what makes the own inputs of all blocks, for a vocabulary of so many rows."""
+        table = self.vocab_embedding(rows, num_blocks * width)
+        return LayerInputs(self.config, table, self.norm(width), width, num_blocks)
+
+    def take_heads(self, rows: Tensor, num_heads: int, is_sharded: bool) -> Tensor:
+        """Return this rank's heads of keys and values of all `num_heads`, (T, width), that another stage sent.
+
+        is_sharded: under sequence parallelism `rows` are this rank's tokens; the result is for all.
+        """
+        tp = self.groups.tp_size
+        if is_sharded:
+            rows = gather_from_sequence_parallel_region(rows, group=self.groups.tp)
+        elif self.sequence_parallel:
+            rows = F.pad(rows, (0, 0, 0, self.num_padding_rows(len(rows))))
+        elif tp > 1:
+            rows = self.copy_inputs(rows)
+        num_parts = min(num_heads, tp)
+        return rows.chunk(num_parts, dim=1)[self.groups.tp_rank * num_parts // tp]
+
+    def join_heads(self, rows: Tensor, width: int) -> Tensor:
+        """Return keys and values of all heads, (T, width), from those of this rank, for another stage.
+
+        Under sequence parallelism these are this rank's tokens of the result.
+        """
+        tp = self.groups.tp_size
+        if tp > 1:
+            num_parts = width // rows.shape[1]
+            all_ranks: Tensor = gather_from_tensor_model_parallel_region(rows, group=self.groups.tp)
+            rows = all_ranks.view(len(rows), num_parts, tp // num_parts, -1)[:, :, 0].flatten(1)
+        return scatter_to_sequence_parallel_region(rows, group=self.groups.tp) if self.sequence_parallel else rows
+
     def _mixer_spec(self, mixer: Mixer) -> Any:
         """Say to Megatron-core how to build a block's mixer."""
         if isinstance(mixer, Attention):
-            return self._attention_spec(self.block.attention)
+            return self._attention_spec(mixer)
         shape, groups = mixer, self.groups
         norm_config = replace(self.config, normalization="RMSNorm", layernorm_zero_centered_gamma=False)
 
@@ -347,7 +360,8 @@ class LayerFactory:
 
         def build_qkv(*args: Any, bias: bool, **kwargs: Any) -> nn.Module:
             # Megatron-core gives qkv a bias whenever the other linears have one; here it is a setting of its own.
-            linear = ColumnLinear(*args, bias=attention.qkv_bias, **kwargs)
+            inputs, _, *others = args  # those of Megatron-core's linear always have both keys and values
+            linear = ColumnLinear(inputs, attention.first_width, *others, bias=attention.qkv_bias, **kwargs)
             if attention.qkv_bias and not attention.key_bias:
                 linear.bias_mask = self._mask_without_keys(linear.bias)
             return cast(nn.Module, linear)
@@ -358,13 +372,16 @@ class LayerFactory:
 
         return ModuleSpec(
             module=GroupedAttention,
-            params={"attn_mask_type": AttnMaskType.causal if attention.causal else AttnMaskType.no_mask},
+            params={
+                "shape": attention,
+                "attn_mask_type": AttnMaskType.causal if attention.causal else AttnMaskType.no_mask,
+            },
             submodules=SelfAttentionSubmodules(
                 linear_qkv=build_qkv,
                 core_attention=build_core_attention,
                 linear_proj=RowLinear,
                 q_layernorm=self._head_norm,
-                k_layernorm=self._head_norm,
+                k_layernorm=IdentityOp if attention.reads_kv else self._head_norm,
             ),
         )
 
@@ -512,9 +529,11 @@ class LayerFactory:
         rows: Tensor = gather_from_sequence_parallel_region(shard, group=self.groups.tp)
         return rows
 
-    def losses_of_targets(self, hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
+    def losses_of_targets(
+        self, hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, logit_cap: float | None = None
+    ) -> Tensor:
         """Return the cross-entropy (N,) of rows (N, hidden) against their targets; see `vocab_parallel_losses`."""
-        return vocab_parallel_losses(hidden, weight, targets, vocab_size, self.groups.tp)
+        return vocab_parallel_losses(hidden, weight, targets, vocab_size, self.groups.tp, logit_cap)
 
     def gather_vocab(self, logits: Tensor) -> Tensor:
         """Gather the logits (T, vocab / tp) of all ranks of the TP group into (T, vocab)."""

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from mmtrain.models.shapes.layer_shape import PROJECTOR_KINDS
+from mmtrain.models.shapes.layer_shape import OUTPUT_SCALE, PROJECTOR_KINDS
 from mmtrain.models.shapes.param_spec import ParamSpec
 from mmtrain.models.shapes.unit_shape import UnitShape
 from mmtrain.models.shapes.weight_matrices import WeightMatrices
@@ -26,7 +26,7 @@ _OUTPUT_PROJECTIONS = (
     ".linear_fc2.weight",
 )
 _LAYER_SCALES = ("self_attn_bda", "mlp_bda")
-_CONVOLUTIONS = ("conv1", "conv2")
+_CONVOLUTIONS = ("conv1", "conv2", "conv3")
 _SLOWEST_DECAY, _FASTEST_DECAY = 0.01, 16.0  # of heads of a gated DeltaNet (arXiv 2412.06464)
 _DIMS_OF_IMAGE_KERNEL = 4  # output and input channels, rows, columns
 MAX_ELEMENTS_DRAWN_AT_ONCE = 2**20  # larger parameters are drawn in blocks: 9 ms of a core for a million numbers
@@ -184,7 +184,7 @@ def initial_values(
         return torch.empty(0)
     if spec.starts_at_zero or kind == "bias" or (module, kind) == ("lora", "b"):
         return torch.zeros(last - first)
-    if "norm" in module or module in _LAYER_SCALES or kind == "step_bias":
+    if "norm" in module or module in _LAYER_SCALES or kind in ("step_bias", OUTPUT_SCALE):
         return torch.ones(last - first)
     if kind == "decay_log":  # uniform between 0 and `_FASTEST_DECAY`, before its logarithm is taken
         quantiles: Tensor = torch.special.ndtr(_draw(spec, 1.0, seed, tp_rank, tp, elements))

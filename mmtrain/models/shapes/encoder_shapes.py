@@ -74,7 +74,7 @@ def vision_layers(settings: VisionSettings, llm_hidden: int) -> tuple[LayerShape
 
 
 def audio_layers(settings: AudioSettings, llm_hidden: int) -> tuple[LayerShape, ...]:
-    """Describe the layers of a Whisper-shaped audio encoder."""
+    """Describe the layers of an audio encoder."""
     embedding = LayerShape(
         "audio_embed",
         hidden=settings.hidden,
@@ -82,11 +82,12 @@ def audio_layers(settings: AudioSettings, llm_hidden: int) -> tuple[LayerShape, 
         media=MediaShape(
             mel_bins=settings.mel_bins,
             partial_cells=settings.partial_cells,
+            conv_channels=settings.conv_channels or 0,
             position_rows=0 if settings.positions == "sinusoidal" else settings.max_frames // 2,
         ),
         linear_bias=True,
     )
-    chunk = (settings.chunk or 0) // settings.cells_per_token
+    chunk = settings.chunk_tokens * settings.window_chunks
     attention = replace(encoder_attention(settings), qkv_bias=True, key_bias=settings.key_bias, chunk=chunk)
     block = encoder_block(settings, attention)
     return (embedding, *[block] * settings.layers, projector_layer(settings, llm_hidden))
@@ -109,6 +110,9 @@ def _patch_embed_parameters(layer: LayerShape, settings: VisionSettings) -> Iter
 def _audio_embed_parameters(layer: LayerShape, settings: AudioSettings) -> Iterator[str]:
     yield from linear_parameters("conv1", layer.linear_bias)
     yield from linear_parameters("conv2", layer.linear_bias)
+    if layer.media.conv_channels:
+        yield from linear_parameters("conv3", layer.linear_bias)
+        yield "conv_out.weight"
     if layer.media.position_rows:
         yield "positions"
 

@@ -15,10 +15,17 @@ from mmtrain.models.shapes.encoder_shapes import ENCODER_SHAPES
 from mmtrain.models.shapes.generator_shapes import generator_parameters
 from mmtrain.models.shapes.layer_shape import (
     EXPERT_LINEARS,
+    LAYER_INPUT_LINEARS,
+    LAYER_INPUT_NORM,
+    LAYER_INPUTS_LINEAR,
+    LAYER_INPUTS_NORM,
+    LAYER_INPUTS_TABLE,
     MERGE_LINEAR,
+    OUTPUT_SCALE,
     PROJECTOR_KINDS,
     ROUTER,
     SELECTION_BIAS,
+    WITHOUT_GRADIENT,
     Attention,
     DenseMlp,
     GatedDeltaNet,
@@ -132,6 +139,8 @@ def parameter_names(layer: LayerShape, settings: AnyUnitSettings) -> Iterator[st
             yield "table.weight"
             if layer.queries:
                 yield QUERIES
+            if layer.layer_input:
+                yield from (LAYER_INPUTS_TABLE, LAYER_INPUTS_LINEAR, LAYER_INPUTS_NORM)
         case "head":
             assert isinstance(settings, LlmSettings)
             yield from norm_parameters("norm", layer)
@@ -151,7 +160,8 @@ def _block_parameters(layer: LayerShape) -> Iterator[str]:
             yield from linear_parameters("self_attention.linear_qkv", attention.qkv_bias)
             if attention.qk_norm:
                 yield from norm_parameters("self_attention.q_layernorm", layer)
-                yield from norm_parameters("self_attention.k_layernorm", layer)
+                if not attention.reads_kv:
+                    yield from norm_parameters("self_attention.k_layernorm", layer)
             if attention.joint_qk_norm:
                 yield from ("self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight")
             yield from linear_parameters("self_attention.linear_proj", layer.linear_bias)
@@ -172,6 +182,11 @@ def _block_parameters(layer: LayerShape) -> Iterator[str]:
             yield from (f"{linear}.weight" for linear in mlp.linears)
             if mlp.router.has_bias:
                 yield SELECTION_BIAS
+    if layer.layer_input:
+        yield from (f"{linear}.weight" for linear in LAYER_INPUT_LINEARS)
+        yield from norm_parameters(LAYER_INPUT_NORM, layer)
+    if layer.output_scale:
+        yield OUTPUT_SCALE
 
 
 def _with_adapters(layer: LayerShape, prefix: str, adapted: set[str], settings: LoraSettings) -> LayerShape:
@@ -285,7 +300,7 @@ def _is_frozen_by_flag(layer: LayerShape, settings: AnyUnitSettings, name: str) 
     """
     if isinstance(settings, AudioSettings) and settings.positions == "fixed" and name == "positions":
         return True
-    if name == SELECTION_BIAS:  # it has no gradient; see `_with_bias_updates`
+    if name in WITHOUT_GRADIENT:  # a bias has no gradient; see `_with_bias_updates`
         return True
     if layer.kind in PROJECTOR_KINDS and not name.startswith("post_norm."):
         assert isinstance(settings, EncoderSettings)

@@ -39,6 +39,12 @@ BLOCK_KINDS = ("vit_block", "decoder_block")
 ROUTER = "mlp.router"  # the linear of a mixture of experts that scores all experts for each token
 SELECTION_BIAS = f"{ROUTER}.selection.bias"  # its parameter that is added to scores where experts are chosen
 EXPERT_LINEARS = ("linear_fc1", "linear_fc2")  # of each expert
+# Of a block's own input: the linears in the order of their GEMMs. Of the embedding: what makes those of all blocks.
+LAYER_INPUT_LINEARS, LAYER_INPUT_NORM = ("layer_input.gate", "layer_input.projection"), "layer_input.norm"
+LAYER_INPUTS_TABLE, LAYER_INPUTS_LINEAR = "layer_inputs.table.weight", "layer_inputs.linear.weight"
+LAYER_INPUTS_NORM = "layer_inputs.norm.weight"
+OUTPUT_SCALE = "output_scale"  # parameter of a block that its output is multiplied by; it does not train
+WITHOUT_GRADIENT = (SELECTION_BIAS, OUTPUT_SCALE)  # parameters that no loss trains
 SHARED_EXPERT, SHARED_GATE = "mlp.shared", "mlp.shared_gate"
 # Last layers of encoders. A resampler attends instead of merging tokens; a merger has a convolution and a gated MLP.
 PROJECTOR_KINDS = ("projector", "resampler", "merger")
@@ -119,6 +125,10 @@ class Attention:
     qk_norm: bool = False  # norms over each head of queries and of keys
     joint_qk_norm: bool = False  # RMS norms over all heads of queries together, and of keys
     output_gate: bool = False  # the output is multiplied by the sigmoid of features that the first linear makes
+    value_norm: bool = False  # norms without weights over each head of values
+    keeps_kv: bool = False  # keys and values also travel on, to later blocks that read them
+    reads_kv: bool = False  # keys and values are those of an earlier block with as many heads and the same window
+    keys_as_values: bool = False  # values are what keys are made of
 
     @property
     def linears(self) -> tuple[str, ...]:
@@ -128,12 +138,25 @@ class Attention:
     @property
     def divided_widths(self) -> tuple[int, ...]:
         """Return the widths that tensor parallelism divides."""
-        return self.heads, self.kv_width
+        return self.heads, self.kv_outputs
 
     @property
     def first_width(self) -> int:
         """Return the outputs of the first linear: queries and their gates, keys and values."""
-        return self.inner_width * (1 + self.output_gate) + self.kv_width
+        return self.inner_width * (1 + self.output_gate) + self.kv_outputs
+
+    @property
+    def kv_outputs(self) -> int:
+        """Return the outputs of the first linear that keys and values are made of."""
+        if self.reads_kv:
+            return 0
+        return self.kv_width // 2 if self.keys_as_values else self.kv_width
+
+    @property
+    def kv_side(self) -> "SideTensor":
+        """Return what keys and values are beside the hidden states, for the later blocks that read them."""
+        name = "keys and values in windows" if self.window else "keys and values"
+        return SideTensor(name, self.kv_width, self.kv_heads)
 
     @property
     def inner_width(self) -> int:
@@ -149,6 +172,15 @@ class Attention:
     def rotates(self) -> bool:
         """Return whether queries and keys are rotated by their positions."""
         return self.causal or self.rotary
+
+
+@dataclass(frozen=True)
+class SideTensor:
+    """A tensor that travels beside the hidden states, from one layer of the LLM to later ones."""
+
+    name: str
+    width: int  # features of a token
+    num_heads: int = 0  # of keys and values: the ranks of a TP group hold their heads apart
 
 
 @dataclass(frozen=True)
@@ -300,9 +332,22 @@ class MediaShape:
     patch_features: int = 0  # patch_embed: 3 * frames of a patch * patch * patch; those of a latent's patch
     mel_bins: int = 0  # audio_embed: features of a frame
     partial_cells: int = 0  # audio_embed: frames that may be missing in the last token of a clip
+    conv_channels: int = 0  # audio_embed: of three convolutions over time and mel bands; 0: of two over time
     max_side: int = 0  # patch_embed: side of the position table, in patches
     position_rows: int = 0  # learned position vectors
     position_neighbors: int = 4  # patch_embed: of these, what a patch is interpolated from where a table is stretched
+
+    @property
+    def frames_per_token(self) -> int:
+        """Return the frames of audio that become one token."""
+        return 8 if self.conv_channels else 2
+
+    @property
+    def conv_bands(self) -> tuple[int, int, int]:
+        """Return the mel bands behind each of three convolutions, which halve them and round up."""
+        first = (self.mel_bins + 1) // 2
+        second = (first + 1) // 2
+        return first, second, (second + 1) // 2
 
 
 @dataclass(frozen=True)
@@ -336,7 +381,7 @@ class LayerShape:
 
     A `vit_block` is the block of every encoder. A block has a mixer and an MLP; other kinds of layers have one only if
     they attend or have two linears around an activation function. Two kinds change the number of tokens: an
-    `audio_embed` makes one token of two frames, a projector makes one feature of `joins` tokens. A resampler is a
+    `audio_embed` makes one token of some frames, a projector makes one feature of `joins` tokens. A resampler is a
     projector whose learned queries attend to the tokens of an item: its mixer says with which heads. A merger is a
     projector with a convolution before a gated MLP. Saved cost tables
     hold these fields under names of their own: see `costs.layer_fields`.
@@ -352,12 +397,17 @@ class LayerShape:
     generator: GeneratorShape = _NO_GENERATOR
     vocab: int = 0  # embedding, head: padded rows
     queries: int = 0  # embedding: learned vectors for the positions of an image to draw
+    layer_input: int = 0  # features of a block's own input; embedding: of those that it makes, one for each block
+    side_in: tuple[SideTensor, ...] = ()  # what comes beside the hidden states: a block's own input first
+    side_out: tuple[SideTensor, ...] = ()  # what leaves beside them
     extra_tokens: int = 0  # tokens a patch_embed adds to each item (a class token), or a projector drops of each
     rms_norm: bool = False  # RMSNorm without bias, or LayerNorm with bias
     linear_bias: bool = False
     post_norms: bool = False  # norms over the outputs of mixer and MLP
     zero_centered_norms: bool = False  # RMS norms that multiply by 1 + weight, in fp32
     layer_scale: bool = False  # outputs of mixer and MLP are multiplied by a vector each
+    output_scale: bool = False  # the block's output is multiplied by one number, which does not train
+    caps_logits: bool = False  # head: logits pass a hyperbolic tangent
     norm_widths: tuple[int, ...] = ()  # patch_embed, projector: widths of their norms
     carried_in: int = 0  # tensors of width `hidden` that travel beside the hidden states into the layer (DeepStack)
     carried_out: int = 0  # tensors of width `out` that leave it so
@@ -412,12 +462,27 @@ class LayerShape:
     @property
     def in_width(self) -> int:
         """Return the features of a token that enter the layer: hidden states, and what travels beside them."""
-        return self.hidden * (1 + self.carried_in)
+        return sum(self.in_widths)
 
     @property
     def out_width(self) -> int:
         """Return the features of a token that leave the layer."""
-        return self.out * (1 + self.carried_out)
+        return sum(self.out_widths)
+
+    @property
+    def in_widths(self) -> tuple[int, ...]:
+        """Return the features of each tensor that enters the layer: hidden states, those of DeepStack, and sides."""
+        return (self.hidden,) * (1 + self.carried_in) + tuple(side.width for side in self.side_in)
+
+    @property
+    def out_widths(self) -> tuple[int, ...]:
+        """Return the features of each tensor that leaves the layer."""
+        return (self.out,) * (1 + self.carried_out) + tuple(side.width for side in self.side_out)
+
+    @property
+    def keeps_kv(self) -> bool:
+        """Return whether keys and values of the block travel on."""
+        return isinstance(self.mixer, Attention) and self.mixer.keeps_kv
 
     @property
     def keeps_output(self) -> bool:
@@ -492,9 +557,10 @@ def joint_linears(layer: LayerShape) -> dict[str, LinearParts]:
     joint = {}
     if isinstance(layer.mixer, Attention):
         attention = layer.mixer
-        queries = attention.first_width // attention.kv_heads - 2 * attention.head_dim
-        names = tuple(f"self_attention.linear_{part}" for part in "qkv")
-        joint[attention.linears[0]] = LinearParts(names, (queries, attention.head_dim, attention.head_dim))
+        queries = attention.inner_width * (1 + attention.output_gate) // attention.kv_heads
+        sizes = (queries, *(attention.head_dim,) * (attention.kv_outputs // (attention.kv_heads * attention.head_dim)))
+        names = tuple(f"self_attention.linear_{part}" for part in "qkv"[: len(sizes)])
+        joint[attention.linears[0]] = LinearParts(names, sizes)
     mlp = layer.mlp
     if isinstance(mlp, DenseMlp) and mlp.gated:
         names = (f"{mlp.linears[0]}_gate", f"{mlp.linears[0]}_up")

@@ -4,7 +4,7 @@ A `ModelShape` lists its units; a `UnitShape` lists its layers in execution orde
 Layer indices into `UnitShape.layers` are the `layers: [lo, hi)` of plans and stages, and part of parameter names.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mmtrain.models.shapes.encoder_shapes import ENCODER_SHAPES
@@ -13,6 +13,7 @@ from mmtrain.models.shapes.generator_shapes import generator_layers
 from mmtrain.models.shapes.layer_shape import (
     BLOCK_KINDS,
     BLOCK_PIECES,
+    LAYER_INPUTS_TABLE,
     MLP_CHUNK_TOKENS,
     Attention,
     DenseMlp,
@@ -22,11 +23,13 @@ from mmtrain.models.shapes.layer_shape import (
     MoeMlp,
     OffloadMode,
     RouterShape,
+    SideTensor,
     adaptable_linears,
     num_pieces,
 )
 from mmtrain.models.shapes.loss_chunks import LossSizes
 from mmtrain.models.shapes.unit_shape import UnitShape
+from mmtrain.recipe.settings.block_settings import SharedKvSettings
 from mmtrain.recipe.settings.llm_settings import LlmSettings, MoeSettings
 from mmtrain.recipe.settings.schema import Recipe
 
@@ -51,7 +54,7 @@ __all__ = [
 DEFAULT_EXPERT_SPREAD = 0.3
 VOCAB_MULTIPLE = 64  # the padded vocabulary must not depend on tp, or two plans would train two models
 
-_TOKEN_MATRICES = {"embedding": "table.weight", "head": "output.weight"}  # by kind of layer
+_TOKEN_MATRICES = {"embedding": ("table.weight", LAYER_INPUTS_TABLE), "head": ("output.weight",)}  # by kind of layer
 
 
 @dataclass(frozen=True)
@@ -92,12 +95,12 @@ class ModelShape:
     @property
     def token_matrices(self) -> dict[str, bool]:
         """Return the parameters that have a row for each token, by plan-independent name, and whether they train."""
-        names = {"embedding": "table.weight"} if self.tied_embeddings else _TOKEN_MATRICES
         llm = self.unit("llm")
         return {
-            f"{llm.name}.layers.{i}.{names[layer.kind]}": names[layer.kind] not in layer.frozen
+            f"{llm.name}.layers.{i}.{name}": name not in layer.frozen
             for i, layer in enumerate(llm.layers)
-            if layer.kind in names
+            for name in _TOKEN_MATRICES.get(layer.kind, ())
+            if not (layer.kind == "head" and self.tied_embeddings) and (name != LAYER_INPUTS_TABLE or layer.layer_input)
         }
 
     @property
@@ -207,6 +210,7 @@ def _llm_layers(settings: LlmSettings, num_added: int, num_queries: int) -> tupl
         qkv_bias=settings.qkv_bias,
         qk_norm=settings.qk_norm,
         output_gate=settings.attention_gate,
+        value_norm=settings.value_norm,
     )
     block = LayerShape(
         "decoder_block",
@@ -217,12 +221,23 @@ def _llm_layers(settings: LlmSettings, num_added: int, num_queries: int) -> tupl
         rms_norm=True,
         post_norms=settings.post_norms,
         zero_centered_norms=settings.zero_centered_norms,
+        output_scale=settings.block_scales,
     )
     other = replace(block, mixer=_limited_mixer(settings, attention))
+    if (full := settings.full_attention) is not None:
+        kv_heads = full.kv_heads or attention.kv_heads
+        of_full = replace(attention, kv_heads=kv_heads, head_dim=full.head_dim, keys_as_values=full.keys_as_values)
+        block = replace(block, mixer=of_full)
     blocks = [block if i in settings.full_attention_blocks else other for i in range(settings.layers)]
     if (moe := settings.moe) is not None:
         mixture = _mixture(moe)
         blocks = [shape if i in moe.dense_blocks else replace(shape, mlp=mixture) for i, shape in enumerate(blocks)]
+    if settings.shared_kv is not None:
+        blocks = _with_shared_kv(blocks, settings.shared_kv)
+    if (inputs := settings.per_layer_embeddings) is not None:
+        embedding = replace(embedding, layer_input=inputs.width)
+        blocks = [replace(shape, layer_input=inputs.width) for shape in blocks]
+    embedding, blocks = _with_sides(embedding, blocks)
     for i in range(num_added):
         blocks[i] = replace(blocks[i], carried_in=num_added - i, carried_out=num_added - i - 1)
     head = LayerShape(
@@ -232,8 +247,41 @@ def _llm_layers(settings: LlmSettings, num_added: int, num_queries: int) -> tupl
         vocab=vocab,
         rms_norm=True,
         zero_centered_norms=settings.zero_centered_norms,
+        caps_logits=settings.logit_cap is not None,
     )
     return (embedding, *blocks, head)
+
+
+def _with_shared_kv(blocks: Sequence[LayerShape], shared: SharedKvSettings) -> list[LayerShape]:
+    """Let the last blocks read keys and values that the last block before them of the same window keeps."""
+    first = len(blocks) - shared.blocks
+    last_of_window = {block.attention.window: number for number, block in enumerate(blocks[:first])}
+    read = {block.attention.window for block in blocks[first:]}
+    marked = []
+    for number, block in enumerate(blocks):
+        attention = block.attention
+        if number >= first:
+            mlp = block.dense_mlp if shared.ffn is None else replace(block.dense_mlp, ffn=shared.ffn)
+            block = replace(block, mixer=replace(attention, reads_kv=True, keys_as_values=False), mlp=mlp)
+        elif attention.window in read and last_of_window[attention.window] == number:
+            block = replace(block, mixer=replace(attention, keeps_kv=True))
+        marked.append(block)
+    return marked
+
+
+def _with_sides(embedding: LayerShape, blocks: Sequence[LayerShape]) -> tuple[LayerShape, list[LayerShape]]:
+    """State what travels beside the hidden states into and out of each layer: all that a later block reads."""
+    sides: tuple[SideTensor, ...] = ()  # behind the block
+    placed: list[LayerShape] = []
+    for number, block in reversed([*enumerate(blocks)]):
+        own = (SideTensor(f"input {number}", block.layer_input),) if block.layer_input else ()
+        entering = sides
+        if isinstance(block.mixer, Attention) and (block.mixer.reads_kv or block.mixer.keeps_kv):
+            kv = block.mixer.kv_side
+            entering = tuple(side for side in sides if side != kv) + (kv,) * block.mixer.reads_kv
+        placed.append(replace(block, side_in=(*own, *entering), side_out=sides))
+        sides = (*own, *entering)
+    return replace(embedding, side_out=sides), placed[::-1]
 
 
 def _limited_mixer(settings: LlmSettings, attention: Attention) -> Mixer:

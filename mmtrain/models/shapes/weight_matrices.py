@@ -1,7 +1,8 @@
 """Which weights Muon trains, and of which matrices their rows are: those of queries, keys and values, gate and up.
 
 Muon orthogonalizes the linears of blocks and projectors. Embeddings, the head, norms, biases, convolutions, learned
-vectors, routers and the gates of shared experts are left to AdamW, and so are generators.
+vectors, routers, the gates of shared experts and linears of single blocks' inputs are left to AdamW, and so are
+generators.
 """
 
 from collections.abc import Iterator
@@ -61,7 +62,9 @@ def _mixer_matrices(layer: LayerShape) -> NamedMatrices:
         case Attention():
             queries = mixer.inner_width // mixer.kv_heads
             gates = (queries,) * mixer.output_gate
-            widths = (queries, *gates, mixer.head_dim, mixer.head_dim)
+            # Of keys and of values; neither in a block that reads those of an earlier one.
+            num_kv = mixer.kv_outputs // (mixer.kv_heads * mixer.head_dim)
+            widths = (queries, *gates, *(mixer.head_dim,) * num_kv)
             num_groups = mixer.kv_heads
         case GatedDeltaNet():
             ratio = mixer.value_heads // mixer.key_heads

@@ -44,14 +44,15 @@ class AudioContext:
 
     inputs: EncoderInput  # rows are log-mel frames, in one column
     device: torch.device
-    chunk: int = 0  # tokens of a chunk, if clips are cut into chunks; else 0
+    chunk: int = 0  # tokens that attend to each other, if clips are cut into chunks; else 0
     partial_cells: int = 0  # frames that may be missing in the last token of a clip
+    frames_per_token: int = 2
     offloaded: OffloadedBlocks = field(default_factory=OffloadedBlocks, compare=False)
 
     @cached_property
     def item_lengths(self) -> tuple[int, ...]:
-        """See `EncoderContext`: one token for two frames of a clip."""
-        return tuple((frames + self.partial_cells) // 2 for frames in self.inputs.rows)
+        """See `EncoderContext`: one token for two or eight frames of a clip."""
+        return tuple((frames + self.partial_cells) // self.frames_per_token for frames in self.inputs.rows)
 
     @property
     def num_tokens(self) -> int:
@@ -76,22 +77,22 @@ class AudioContext:
 
     @property
     def _chunk_lengths(self) -> tuple[int, ...]:
-        return tuple(_cut(self.item_lengths, self.chunk))
+        return tuple(cut(self.item_lengths, self.chunk))
 
     def positions(self) -> IntArray:
         """Return the position of each token in its clip, or in its chunk: (T,)."""
         lengths = np.asarray(self._chunk_lengths if self.chunk else self.item_lengths, dtype=np.int64)
-        return _ranges(np.zeros_like(lengths), lengths)
+        return ranges(np.zeros_like(lengths), lengths)
 
     def token_frames(self) -> IntArray:
         """Return the frame in the middle of each token's window, every second frame of a clip: (T,)."""
         frames = np.asarray(self.inputs.rows, dtype=np.int64)
         starts = np.cumsum(frames) - frames
-        return _ranges(starts, np.asarray(self.item_lengths, dtype=np.int64), step=2)
+        return ranges(starts, np.asarray(self.item_lengths, dtype=np.int64), step=2)
 
     def frame_bounds(self) -> tuple[IntArray, IntArray]:
         """Return the first and the last frame of all that convolutions see at once: of clips, or of chunks."""
-        pieces = _cut(self.inputs.rows, 2 * self.chunk) if self.chunk else self.inputs.rows
+        pieces = cut(self.inputs.rows, 2 * self.chunk) if self.chunk else self.inputs.rows
         lengths = np.asarray([frames for frames in pieces if frames], dtype=np.int64)
         ends = np.cumsum(lengths)
         return ends - lengths, ends - 1
@@ -103,7 +104,7 @@ class AudioContext:
             return None
         num_used = lengths - lengths % tokens_per_feature
         starts = np.cumsum(lengths) - lengths
-        return _ranges(starts, num_used)
+        return ranges(starts, num_used)
 
     def tables(self, compute: Callable[[], HostTables]) -> Mapping[str, Tensor]:
         """See `EncoderContext.tables`."""
@@ -191,14 +192,14 @@ def _convolution_input(frames: Tensor, tables: Mapping[str, Tensor], centers: Te
     return torch.stack(taps, dim=2).flatten(1)
 
 
-def _cut(lengths: Iterable[int], largest: int) -> Iterator[int]:
+def cut(lengths: Iterable[int], largest: int) -> Iterator[int]:
     """Cut sequences into pieces of `largest`, of which the last may be shorter; yield the lengths of the pieces."""
     for length in lengths:
         for start in range(0, length, largest):
             yield min(largest, length - start)
 
 
-def _ranges(starts: IntArray, lengths: IntArray, step: int = 1) -> IntArray:
+def ranges(starts: IntArray, lengths: IntArray, step: int = 1) -> IntArray:
     """Return start, start + step, ... of each length, one range after another."""
     firsts = np.cumsum(lengths) - lengths
     within: IntArray = np.arange(lengths.sum()) - np.repeat(firsts, lengths)

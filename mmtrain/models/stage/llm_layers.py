@@ -35,7 +35,7 @@ class TextContext:
     inputs: TextInput
     features: Mapping[str, Tensor]  # encoder unit -> (F, hidden)
     settings: LlmSettings
-    head_dim: int
+    head_dim: int  # of blocks with a window, where others have another
     dtype: torch.dtype
     device: torch.device
     cp_group: dist.ProcessGroup | None = None  # of the ranks that share the sequences, where the input has a share
@@ -46,6 +46,8 @@ class TextContext:
         """Sequences with rotary positions: those of the input, or from 0, or from where the cached tokens end."""
         turning = self.settings.rope_width
         rotation = Rotation(self.head_dim, self.settings.rope_base, self.settings.rope_scaling, turning)
+        if (full := self.settings.full_attention) is not None:
+            rotation = rotation._replace(width=full.head_dim, turning=full.rope_width, as_whole_head=True)
         sections, position_ids = self.settings.rope_sections, self.inputs.position_ids
         if sections is None or position_ids is None:  # in text alone the three positions are one
             rope = self._rotate(rotation)
@@ -129,16 +131,17 @@ class TextContext:
         """Each sequence is one, in every block; some blocks attend inside a sliding window."""
         if not isinstance(layer.mixer, Attention) or not layer.mixer.window:
             return self.packing
-        has_own_rotation = self.settings.window_rope_base is not None
+        has_own_rotation = self.settings.window_rope_base is not None or self.settings.full_attention is not None
         rope = self._window_rope if has_own_rotation else self.packing.rope
         return replace(self.packing, rope=rope, window=layer.mixer.window)
 
     @cached_property
     def _window_rope(self) -> RotaryTables:
-        """Rotary positions of blocks with a window, where they have a base of their own."""
-        base = self.settings.window_rope_base
-        assert base is not None, "`block_packing` asks for it only then"
-        return self._rotate(Rotation(self.head_dim, base, turning=self.settings.rope_width))
+        """Rotary positions of blocks with a window, where they have a base or a width of heads of their own."""
+        base, scaling = self.settings.window_rope_base, None
+        if base is None:
+            base, scaling = self.settings.rope_base, self.settings.rope_scaling
+        return self._rotate(Rotation(self.head_dim, base, scaling, turning=self.settings.rope_width))
 
 
 def rotary_axes(sections: tuple[int, ...], interleaved: bool) -> list[int]:
@@ -166,8 +169,11 @@ class Embedding(nn.Module):
         """
         super().__init__()
         self.table = factory.vocab_embedding(shape.vocab, shape.out)
-        self.num_carried = shape.carried_out
+        self.width, self.num_carried = shape.out, shape.carried_out
         self.scale = torch.tensor(shape.out**0.5, dtype=factory.dtype).item() if scaled else 1.0
+        self.layer_inputs: nn.Module | None = None
+        if shape.layer_input:
+            self.layer_inputs = factory.layer_inputs(shape.vocab, shape.layer_input, len(shape.side_out))
         self.queries: nn.Parameter | None = None
         if shape.queries:
             self.queries = nn.Parameter(torch.empty(shape.queries, shape.out, dtype=factory.dtype))
@@ -177,7 +183,7 @@ class Embedding(nn.Module):
 
         With DeepStack the result is (T, (1 + blocks) * hidden): zeros beside tokens that are no features.
         Of an encoder in `feature_mixes`, the features are first made of what it sends. Each image to draw has all
-        queries, in order, at its positions.
+        queries, in order, at its positions. Inputs of single blocks lie behind all of that.
         """
         assert context.inputs.ids is not None, "the stage with the embedding needs ids"
         tokens: Tensor = self.table(context.inputs.ids)
@@ -198,6 +204,9 @@ class Embedding(nn.Module):
             queries = F.pad(self.queries, (0, tokens.shape[1] - self.queries.shape[1]))
             num_images = len(positions) // len(queries)
             tokens = tokens.index_copy(0, positions, queries.repeat(num_images, 1))
+        if self.layer_inputs is not None:
+            inputs_of_blocks = self.layer_inputs(context.inputs.ids, tokens[:, : self.width])
+            tokens = torch.cat((tokens, inputs_of_blocks), dim=1)
         return tokens
 
 
@@ -225,14 +234,22 @@ def _sum_by_source(losses: Tensor, inputs: TextInput) -> Tensor:
 class Head(nn.Module):
     """Last norm, projection to the vocabulary, and the loss."""
 
-    def __init__(self, shape: LayerShape, factory: "LayerFactory", vocab_size: int, tied: Embedding | None) -> None:
+    def __init__(
+        self,
+        shape: LayerShape,
+        factory: "LayerFactory",
+        vocab_size: int,
+        tied: Embedding | None,
+        logit_cap: float | None = None,
+    ) -> None:
         """Build the layer for a vocabulary of `vocab_size`; `shape.vocab` is larger if it is padded.
 
-        tied: the embedding whose matrix it uses, if the model ties them.
+        tied: the embedding whose matrix it uses, if the model ties them. logit_cap: see `LlmSettings`.
         """
         super().__init__()
         self.vocab_size = vocab_size
         self.factory = factory
+        self.logit_cap = logit_cap
         self.norm = factory.norm(shape.hidden, on_sequence_shards=True)
         self.output = factory.vocab_linear(shape.hidden, shape.vocab, own_weight=tied is None)
         # In a tuple, so that torch does not list the tied weight under this module too.
@@ -265,7 +282,8 @@ class Head(nn.Module):
         normed = self._rows_with_targets(hidden, normed_shard, rows)
         (tied,) = self._tied
         weight: Tensor = self.output.weight if tied is None else tied.table.weight  # type: ignore[assignment]
-        losses = self.factory.losses_of_targets(normed, weight, labels.index_select(0, rows), self.vocab_size)
+        targets = labels.index_select(0, rows)
+        losses = self.factory.losses_of_targets(normed, weight, targets, self.vocab_size, self.logit_cap)
         return _sum_by_source(losses, context.inputs)
 
     def _rows_with_targets(self, hidden: Tensor, normed_shard: Tensor | None, rows: Tensor) -> Tensor:
@@ -291,4 +309,4 @@ class Head(nn.Module):
         (tied,) = self._tied
         weight = None if tied is None else tied.table.weight
         logits: Tensor = self.output(self.norm(hidden), weight=weight)[0]
-        return logits
+        return logits if self.logit_cap is None else self.logit_cap * torch.tanh(logits / self.logit_cap)

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from mmtrain.models.shapes.layer_shape import BLOCK_PIECES
 from mmtrain.models.stage.generator_input import DrawingContext
-from mmtrain.models.stage.stage_module import StageContext, StageModule, carry_on, join_rows, split_rows
+from mmtrain.models.stage.stage_module import StageContext, StageModule, carry_on, with_sides
 
 
 def run_block_pieces(
@@ -25,11 +25,12 @@ def run_block_pieces(
     if stage.factory.sequence_parallel:
         packing = packing.padded(stage.factory.num_padding_rows(packing.num_tokens))
     if not pieces.start:
-        state = tuple(split_rows(state[0], shape.hidden))
-    first_carried = len(state) - shape.carried_in
-    carried = state[first_carried:]
+        state = tuple(stage.enter(state[0], shape, stage.factory.sequence_parallel))
+    first_beside = len(state) - shape.carried_in - len(shape.side_in)
+    beside = state[first_beside:]
+    packing = with_sides(packing, shape, beside)
     with stage.offloading(layer, packing, context):
-        tensors = run_pieces(stage.layers[str(layer)], state[:first_carried], packing, pieces)
+        tensors = run_pieces(stage.layers[str(layer)], state[:first_beside], packing, pieces)
     if pieces.stop < len(BLOCK_PIECES):
-        return (*tensors, *carried)
-    return (join_rows(carry_on(shape, tensors[0], carried)),)
+        return (*tensors, *beside)
+    return (stage.leave(carry_on(shape, tensors, beside), shape),)

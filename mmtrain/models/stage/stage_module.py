@@ -25,6 +25,7 @@ from mmtrain.models.stage.merger import Merger
 from mmtrain.models.stage.projector import EncoderContext, Projector
 from mmtrain.models.stage.resampler import Resampler
 from mmtrain.models.stage.stage_inputs import EncoderInput, TextInput, UnitInput
+from mmtrain.recipe.settings.audio_settings import AudioSettings
 from mmtrain.recipe.settings.modalities import VISION
 from mmtrain.recipe.settings.model_settings import ModelSettings
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 from collections.abc import Sequence
 
 from mmtrain.models.shapes.unit_shape import UnitShape
+from mmtrain.models.stage.audio_conv_embed import AudioConvEmbed
 from mmtrain.models.stage.audio_layers import AudioContext, AudioEmbed
 from mmtrain.models.stage.vision_layers import PatchEmbed, VisionContext
 
@@ -42,9 +44,9 @@ _BlockContext: TypeAlias = EncoderContext | TextContext  # of units whose blocks
 _SHARDED_KINDS = (*BLOCK_KINDS, "head")  # layers that read only this rank's tokens under sequence parallelism
 
 
-def split_rows(rows: Tensor, width: int) -> list[Tensor]:
-    """Split rows (T, n * width) into the hidden states and what travels beside them, each (T, width)."""
-    return [rows] if rows.shape[1] == width else list(torch.split(rows, width, dim=1))
+def split_rows(rows: Tensor, widths: Sequence[int]) -> list[Tensor]:
+    """Split rows (T, sum of widths) into the hidden states and what travels beside them."""
+    return [rows] if len(widths) == 1 else list(torch.split(rows, list(widths), dim=1))
 
 
 def join_rows(tensors: Sequence[Tensor]) -> Tensor:
@@ -52,13 +54,33 @@ def join_rows(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat(tuple(tensors), dim=1) if len(tensors) > 1 else tensors[0]
 
 
-def carry_on(layer: LayerShape, output: Tensor, carried: Sequence[Tensor]) -> list[Tensor]:
-    """Return what leaves a block with this `output`: hidden states, and what travels beside them."""
+def carry_on(layer: LayerShape, outputs: Sequence[Tensor], beside: Sequence[Tensor]) -> list[Tensor]:
+    """Return what leaves a block with these outputs: hidden states, and what travels beside them.
+
+    Args:
+        outputs: hidden states, then keys and values if later blocks read them.
+        beside: what came beside the hidden states.
+    """
+    output, carried = outputs[0], beside[: layer.carried_in]
+    by_side = dict(zip(layer.side_in, beside[layer.carried_in :], strict=True))
+    if layer.keeps_kv:
+        by_side[layer.attention.kv_side] = outputs[1]
+    sides = [by_side[side] for side in layer.side_out]
     if layer.adds_carried:
-        return [output + carried[0], *carried[1:]]
+        return [output + carried[0], *carried[1:], *sides]
     if layer.keeps_output:
         return [output, *carried, output]
-    return [output, *carried]
+    return [output, *carried, *sides]
+
+
+def with_sides(packing: PackedSequences, layer: LayerShape, beside: Sequence[Tensor]) -> PackedSequences:
+    """Return the packing of a block's tokens with what the block alone reads of what came beside the hidden states."""
+    by_side = dict(zip(layer.side_in, beside[layer.carried_in :], strict=True))
+    if layer.layer_input:
+        packing = replace(packing, layer_input=by_side[layer.side_in[0]])
+    if isinstance(layer.mixer, Attention) and layer.mixer.reads_kv:
+        packing = replace(packing, shared_kv=by_side[layer.mixer.kv_side])
+    return packing
 
 
 @dataclass(frozen=True)
@@ -101,7 +123,8 @@ class StageModule(nn.Module):
             embedding: nn.Module | None = None
             if is_tied and layer.kind == "head":
                 if "0" not in self.layers:
-                    copied = replace(self.shape.layers[0], queries=0)  # the first stage alone inserts queries
+                    # The first stage alone inserts queries, and makes inputs of blocks.
+                    copied = replace(self.shape.layers[0], queries=0, layer_input=0, side_out=())
                     self.layers["0"] = self._build_layer(copied)
                 embedding = self.layers["0"]
             if index in spec.recompute:  # recomputing or offloading a whole layer covers its activation function
@@ -209,9 +232,9 @@ class StageModule(nn.Module):
         features = features or {}
         device = next(self.parameters()).device
         if isinstance(inputs, TextInput):
-            head_dim, dtype = self.factory.block.attention.head_dim, self.factory.dtype
-            cp_group = self.factory.groups.cp
-            return TextContext(inputs, features, self._settings.llm, head_dim, dtype, device, cp_group)
+            llm, dtype, cp_group = self._settings.llm, self.factory.dtype, self.factory.groups.cp
+            head_dim = llm.head_dim or llm.hidden // llm.heads
+            return TextContext(inputs, features, llm, head_dim, dtype, device, cp_group)
         assert isinstance(inputs, EncoderInput)
         modality = self._settings.all_encoders[self.unit].modality
         return ENCODER_MODULES[modality].context(inputs, self.shape, self.factory.dtype, device)
@@ -249,13 +272,16 @@ class StageModule(nn.Module):
         packings: dict[tuple[int, ...], PackedSequences] = {}  # by what blocks may differ in: their windows
         is_sharded = sequence_parallel and hidden is not None and num_tokens > 0
         tensors: list[Tensor] = []  # hidden states, and what travels beside them
+        last: LayerShape | None = None
         for index in indices:
             layer_shape = self.shape.layers[index]
             kind = layer_shape.kind
             if hidden is not None and not tensors:
-                tensors = split_rows(hidden, layer_shape.hidden)
+                tensors = self.enter(hidden, layer_shape, is_sharded)
             shard = sequence_parallel and kind in _SHARDED_KINDS
-            tensors = [self.redistribute(tensor, is_sharded, shard, num_tokens) for tensor in tensors]
+            if tensors and is_sharded != shard:
+                widths = [tensor.shape[1] for tensor in tensors]
+                tensors = split_rows(self.redistribute(join_rows(tensors), is_sharded, shard, num_tokens), widths)
             is_sharded = shard
             argument: PackedSequences | _BlockContext = context
             if kind in BLOCK_KINDS:
@@ -264,19 +290,43 @@ class StageModule(nn.Module):
                     packings[windows] = context.block_packing(layer_shape).padded(num_padding_rows)
                 argument = packings[windows]
             tensors = self._run_layer(index, tensors, argument, context)
+            last = layer_shape
         if not tensors and hidden is not None:  # of a stage that holds nothing but the head, which its caller runs
             tensors = [hidden]
         assert tensors, "a stage has at least one layer, and only the first stage starts without an input"
-        return join_rows(tensors), is_sharded
+        return (tensors[0] if last is None else self.leave(tensors, last)), is_sharded
+
+    def enter(self, rows: Tensor, layer: LayerShape, is_sharded: bool) -> list[Tensor]:
+        """Split what another stage sent for a layer: hidden states, and what travels beside them.
+
+        Of keys and values this rank takes those of its heads, for all tokens.
+        """
+        tensors = split_rows(rows, layer.in_widths)
+        first = len(tensors) - len(layer.side_in)
+        for place, side in enumerate(layer.side_in, first):
+            if side.num_heads:
+                tensors[place] = self.factory.take_heads(tensors[place], side.num_heads, is_sharded)
+        return tensors
+
+    def leave(self, tensors: Sequence[Tensor], layer: LayerShape) -> Tensor:
+        """Lay what leaves a layer side by side for another stage, with keys and values of all heads."""
+        joined = list(tensors)
+        for place, side in enumerate(layer.side_out, len(joined) - len(layer.side_out)):
+            if side.num_heads:
+                joined[place] = self.factory.join_heads(joined[place], side.width)
+        return join_rows(joined)
 
     def _run_layer(
         self, index: int, tensors: list[Tensor], argument: PackedSequences | _BlockContext, context: _BlockContext
     ) -> list[Tensor]:
         """Run a layer on the hidden states, if there are any, and what travels beside them; return both."""
         shape, layer = self.shape.layers[index], self.layers[str(index)]
-        hidden, carried = (tensors[0], tensors[1:]) if tensors else (None, [])
+        hidden, beside = (tensors[0], tensors[1:]) if tensors else (None, [])
         is_block = shape.kind in BLOCK_KINDS
-        others = [] if is_block else carried
+        if is_block:
+            assert isinstance(argument, PackedSequences)
+            argument = with_sides(argument, shape, beside)
+        others = [] if is_block else beside
         with self.offloading(index, argument, context):
             if index in self.recompute and torch.is_grad_enabled():
                 # There is no dropout, so there is no random state to restore.
@@ -284,8 +334,8 @@ class StageModule(nn.Module):
             else:
                 output = layer(hidden, argument, *others)
         if is_block:
-            return carry_on(shape, output, carried)
-        return split_rows(output, shape.out) if shape.kind == "embedding" else [output]
+            return carry_on(shape, [output] if isinstance(output, Tensor) else output, beside)
+        return split_rows(output, shape.out_widths) if shape.kind == "embedding" else [output]
 
     def offloading(
         self, index: int, argument: PackedSequences | _BlockContext, context: _BlockContext
@@ -296,7 +346,8 @@ class StageModule(nn.Module):
             return nullcontext()
         assert isinstance(argument, PackedSequences), "blocks alone keep activations in host memory"
         offload = HostOffload.of(context.device)
-        return offload.offload(self.layers[str(index)], argument.rope or (), context.offloaded)
+        shared = [tensor for tensor in (argument.layer_input, argument.shared_kv) if tensor is not None]
+        return offload.offload(self.layers[str(index)], (*(argument.rope or ()), *shared), context.offloaded)
 
     def redistribute(self, hidden: Tensor, is_sharded: bool, shard: bool, num_tokens: int) -> Tensor:
         """Convert between all tokens and this rank's shard of them (`shard` is what the result must be)."""
@@ -309,11 +360,7 @@ class StageModule(nn.Module):
     ) -> nn.Module:
         match layer.kind:
             case "vit_block" | "decoder_block":
-                assert layer.mixer is not None, "blocks have a mixer"
-                assert layer.mlp is not None, "blocks have an MLP"
-                return self.factory.transformer_block(
-                    layer.mixer, layer.mlp, layer.recomputes_activation, is_recomputed
-                )
+                return self.factory.transformer_block(layer, is_recomputed)
             case "patch_embed" | "audio_embed":
                 encoder = self._settings.all_encoders[self.unit]
                 return ENCODER_MODULES[encoder.modality].embedding(encoder, layer, self.factory)
@@ -327,7 +374,8 @@ class StageModule(nn.Module):
                 return Embedding(layer, self.factory, self._settings.llm.scale_embeddings)
             case "head":
                 assert tied_embedding is None or isinstance(tied_embedding, Embedding)
-                return Head(layer, self.factory, self._settings.llm.vocab, tied_embedding)
+                llm = self._settings.llm
+                return Head(layer, self.factory, llm.vocab, tied_embedding, llm.logit_cap)
             case _:
                 raise AssertionError(f"{layer.kind} can only be planned; `require_runnable` rejects such recipes")
 
@@ -360,10 +408,15 @@ def _vision_context(inputs: EncoderInput, unit: UnitShape, dtype: torch.dtype, d
 
 def _audio_context(inputs: EncoderInput, unit: UnitShape, dtype: torch.dtype, device: torch.device) -> AudioContext:
     embedding, block = unit.layers[:2]
-    return AudioContext(inputs, device, block.attention.chunk, embedding.media.partial_cells)
+    media = embedding.media
+    return AudioContext(inputs, device, block.attention.chunk, media.partial_cells, media.frames_per_token)
+
+
+def _audio_embedding(settings: AudioSettings, layer: LayerShape, factory: "LayerFactory") -> nn.Module:
+    return (AudioConvEmbed if layer.media.conv_channels else AudioEmbed)(settings, layer, factory)
 
 
 ENCODER_MODULES: Mapping[str, EncoderModules] = {
     "vision": EncoderModules(PatchEmbed, _vision_context),
-    "audio": EncoderModules(AudioEmbed, _audio_context),
+    "audio": EncoderModules(_audio_embedding, _audio_context),
 }

@@ -91,6 +91,12 @@ def core_problems(job: PlannedJob) -> Iterator[str]:
         "image_attention: bidirectional": settings.image_attention == "bidirectional",
         "mlp: geglu": settings.mlp == "geglu",
         "window_rope_base": settings.window_rope_base is not None,
+        "full_attention": settings.full_attention is not None,
+        "shared_kv": settings.shared_kv is not None,
+        "per_layer_embeddings": settings.per_layer_embeddings is not None,
+        "value_norm": settings.value_norm,
+        "block_scales": settings.block_scales,
+        "logit_cap": settings.logit_cap is not None,
     }
     names = [name for name, is_used in unknown.items() if is_used]
     if names:

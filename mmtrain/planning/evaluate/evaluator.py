@@ -4,9 +4,9 @@ An `Evaluator` belongs to one planning problem. It owns all caches, so candidate
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import count
 
@@ -25,11 +25,21 @@ from mmtrain.planning.evaluate.mesh_time_estimate import MeshTimeEstimate
 from mmtrain.planning.evaluate.partition_orders import KnownOrders
 from mmtrain.planning.evaluate.step_time_estimator import StepTimeEstimator
 from mmtrain.planning.layer_costs.layer_costs import LayerCosts
-from mmtrain.planning.layer_costs.layer_partition import KnownChains, LayerChain, layer_chains
+from mmtrain.planning.layer_costs.layer_partition import (
+    KnownChains,
+    LayerChain,
+    in_flight_by_chunk,
+    layer_chains,
+    layout_graph,
+    partitioned_layout,
+)
+from mmtrain.planning.layer_costs.span_recompute import SpanRecompute
 from mmtrain.planning.space.budget import DEFAULT_BUDGET, SearchBudget
 from mmtrain.planning.space.candidate import (
+    AssignmentSizes,
     Candidate,
     FittedLayout,
+    LayerPartition,
     MeshAssignment,
     Rejected,
     Simulation,
@@ -40,7 +50,22 @@ from mmtrain.program import build_program
 from mmtrain.program.ir.graph import StageGraph, StageId
 from mmtrain.program.schedules.builder import ScheduleKind
 
+RecomputeToFit = Sequence[SpanRecompute | None]  # by chain, see `recompute_to_fit`; None where the anchor needs none
 _WhatRuns = tuple[ScheduleKind, StageGraph]
+
+
+@dataclass(frozen=True)
+class KnownSchedules:
+    """Orders and programs, which variants of a problem share: how layers keep activations changes neither."""
+
+    orders: KnownOrders
+    programs: LoweredPrograms
+
+    @classmethod
+    def none(cls, budget: SearchBudget) -> "KnownSchedules":
+        """Return an object that knows nothing yet."""
+        kept = budget.evaluation
+        return cls(KnownOrders(kept.max_kept_order_actions), LoweredPrograms(kept.max_kept_program_actions))
 
 
 class Evaluator:
@@ -51,7 +76,7 @@ class Evaluator:
         problem: PlanningProblem,
         budget: SearchBudget = DEFAULT_BUDGET,
         layer_costs: LayerCosts | None = None,
-        known_orders: KnownOrders | None = None,
+        known_schedules: KnownSchedules | None = None,
     ) -> None:
         """Evaluate candidates of `problem`.
 
@@ -60,25 +85,36 @@ class Evaluator:
             budget: how much is tried.
             layer_costs: costs of the same model and data, with the sequence parallelism that is planned. By default
                 there is none, see `layer_costs.token_splits`.
-            known_orders: of another variant of the problem.
+            known_schedules: of another variant of the problem.
         """
         self.problem = problem
         self.budget = budget
         self.layer_costs = layer_costs or LayerCosts(problem, budget=budget)
         self._ids = count()
-        self._layer_chains: dict[int, tuple[LayerChain, ...]] = {}  # by id of the candidate
+        # Of mesh assignments, which a quick search and the whole one look at alike:
+        self._layer_chains: dict[AssignmentSizes, tuple[LayerChain, ...]] = {}
+        self._recompute_to_fit: dict[AssignmentSizes, RecomputeToFit] = {}
+        self._anchor_estimates: dict[tuple[AssignmentSizes, LayerPartition, int | None], float] = {}
         self._known_chains = KnownChains()
-        self.known_orders = known_orders or KnownOrders(budget.evaluation.max_kept_order_actions)
+        self.known_schedules = known_schedules or KnownSchedules.none(budget)
         self._mesh_time_estimates: dict[float, MeshTimeEstimate] = {}  # by share of the memory
         self._estimators: dict[int | None, StepTimeEstimator] = {}
         self._simulations: dict[_WhatRuns | None, Simulation] = {}
         self._slow: dict[_WhatRuns | None, float] = {}  # seconds that the first batch exceeds, of those not simulated
-        self._lowered_programs = LoweredPrograms(budget.evaluation.max_kept_program_actions)
 
     def with_budget(self, budget: SearchBudget, request: PlanRequest) -> "Evaluator":
         """Return an evaluator for another search of the same problem; both know what either has computed."""
+        other = self.with_problem(replace(self.problem, request=request))
+        other.budget = budget
+        return other
+
+    def with_problem(self, problem: PlanningProblem) -> "Evaluator":
+        """Return an evaluator for a problem with another request or other placements, which knows what this one does.
+
+        What one of them learns, the other knows too.
+        """
         other = copy(self)
-        other.budget, other.problem = budget, replace(self.problem, request=request)
+        other.problem = problem
         return other
 
     @property
@@ -120,10 +156,41 @@ class Evaluator:
 
     def layer_chains(self, candidate: Candidate) -> tuple[LayerChain, ...]:
         """Return the lines of layers that the candidate divides over pipeline ranks."""
-        if candidate.id not in self._layer_chains:
+        sizes = candidate.assignment.sizes
+        if sizes not in self._layer_chains:
             chains = layer_chains(candidate.assignment, self.layer_costs, self.problem.choices, self._known_chains)
-            self._layer_chains[candidate.id] = chains
-        return self._layer_chains[candidate.id]
+            self._layer_chains[sizes] = chains
+        return self._layer_chains[sizes]
+
+    def recompute_to_fit(self, candidate: Candidate) -> RecomputeToFit:
+        """Return the recomputation that spans of layers need, where the anchor does not fit without any."""
+        sizes = candidate.assignment.sizes
+        if sizes not in self._recompute_to_fit:
+            self._recompute_to_fit[sizes] = self._find_recompute_to_fit(candidate)
+        return self._recompute_to_fit[sizes]
+
+    def _find_recompute_to_fit(self, candidate: Candidate) -> RecomputeToFit:
+        chains, layer_costs = self.layer_chains(candidate), self.layer_costs
+        anchor = tuple(chain.anchor or () for chain in chains)
+        num_in_flight = self.estimator(None).in_flight(candidate.assignment, anchor)
+        graph = layout_graph(partitioned_layout(candidate.assignment, layer_costs, anchor), layer_costs)
+        memory = layer_costs.memory(graph, num_in_flight)
+        if max(rank.total for rank in memory.values()) <= self.memory_bytes:
+            return [None] * len(chains)
+        return [chain.recompute_to_fit(in_flight_by_chunk(chain, num_in_flight), self.memory_bytes) for chain in chains]
+
+    def estimate_anchor(self, candidate: Candidate, anchor: LayerPartition, num_replica_groups: int | None) -> float:
+        """Return the step of a candidate's anchor, with what it must recompute to fit.
+
+        num_replica_groups: see `estimator`.
+        """
+        key = candidate.assignment.sizes, anchor, num_replica_groups
+        if key not in self._anchor_estimates:
+            chains, recompute = self.layer_chains(candidate), self.recompute_to_fit(candidate)
+            estimator = self.estimator(num_replica_groups)
+            [step_s] = estimator.estimate(candidate.assignment, chains, [anchor], recompute).tolist()
+            self._anchor_estimates[key] = step_s
+        return self._anchor_estimates[key]
 
     def estimator(self, num_replica_groups: int | None) -> StepTimeEstimator:
         """Return the step-time estimator.
@@ -132,7 +199,8 @@ class Evaluator:
         """
         if num_replica_groups not in self._estimators:
             machine = self.problem.hardware
-            estimator = StepTimeEstimator(self.layer_costs, machine, num_replica_groups, self.known_orders)
+            orders = self.known_schedules.orders
+            estimator = StepTimeEstimator(self.layer_costs, machine, num_replica_groups, orders)
             self._estimators[num_replica_groups] = estimator
         return self._estimators[num_replica_groups]
 
@@ -210,7 +278,7 @@ class Evaluator:
             layer_costs=self.layer_costs,
             machine=self.problem.hardware,
             budget=self.budget.evaluation,
-            programs=self._lowered_programs,
+            programs=self.known_schedules.programs,
         )
 
 

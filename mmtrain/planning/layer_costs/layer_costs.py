@@ -239,6 +239,10 @@ class LayerCosts:
         key = (unit, tp, load_split(unit, split))
         return self._unit_times.get(key, partial(self._compute_unit_times, unit, tp, split))
 
+    def forget_times(self) -> None:
+        """Free what is kept of seconds of layers; it is computed again for whoever asks."""
+        self._unit_times.clear()
+
     def _no_unit_times(self) -> RecentlyUsed[UnitLayerTimes]:
         return RecentlyUsed(self.budget.evaluation.max_kept_time_bytes, lambda times: times.by_kind.nbytes)
 

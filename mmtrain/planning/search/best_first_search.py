@@ -19,18 +19,15 @@ from itertools import product
 from typing import NamedTuple
 
 from mmtrain.planning.artifact.plan import AS_FAST_RATIO, Placement
-from mmtrain.planning.evaluate.evaluator import Evaluator
+from mmtrain.planning.evaluate.evaluator import Evaluator, RecomputeToFit
 from mmtrain.planning.layer_costs.layer_partition import (
     ChainPartition,
     FloatArray,
     LayerChain,
     all_chain_partitions,
     chain_time_lower_bound,
-    in_flight_by_chunk,
     jittered_partitions,
-    layout_graph,
     partition_time_lower_bound,
-    partitioned_layout,
     whole_root,
 )
 from mmtrain.planning.layer_costs.span_recompute import SpanRecompute
@@ -48,7 +45,6 @@ from mmtrain.planning.space.problem import Progress
 from mmtrain.program.ir.graph import LLM, StageId
 
 CUT_SHORT_LABEL = "next in line"  # of the first assignment that the budget left out
-RecomputeToFit = list[SpanRecompute | None]  # by chain, see `recompute_to_fit`; None where the anchor needs none
 
 
 class AllocatedCandidates(NamedTuple):
@@ -148,7 +144,8 @@ class BestFirstSearch:
         self.slack = 1.0  # by which a bound must lie below the fastest step to be worth a simulation
         assignments = (candidate.assignment for candidate in self.candidates)
         self.is_exhaustive = self._num_partitions(assignments) <= self.budget.max_partitions_to_try_all
-        self.estimator = evaluator.estimator(None if self.is_exhaustive else self.budget.num_estimated_replica_groups)
+        self.num_replica_groups = None if self.is_exhaustive else self.budget.num_estimated_replica_groups
+        self.estimator = evaluator.estimator(self.num_replica_groups)
         for candidate in self.candidates:
             self._start(candidate)
 
@@ -338,7 +335,7 @@ class BestFirstSearch:
 
         The new bound never exceeds the anchor's estimate, and takes less time to compute.
         """
-        recompute = self._recompute_to_fit(node)
+        recompute = self.evaluator.recompute_to_fit(node.candidate)
         anchors = []
         seconds = []
         for chain, of_chain in zip(node.chains, recompute, strict=True):
@@ -353,7 +350,7 @@ class BestFirstSearch:
 
     def _estimate_anchor(self, node: SearchNode) -> None:
         """Estimate the anchor alone, so that candidates far behind wait until the others are decided."""
-        estimate_s = float(self._estimate(node, [node.anchor], node.recompute)[0])
+        estimate_s = self.evaluator.estimate_anchor(node.candidate, node.anchor, self.num_replica_groups)
         mesh_estimate_s = self.mesh_estimates.get(node.candidate.id)
         if mesh_estimate_s is not None:
             self.in_line.learn(node.candidate, estimate_s / mesh_estimate_s)
@@ -363,7 +360,7 @@ class BestFirstSearch:
 
     def _estimate_all_partitions(self, node: SearchNode) -> None:
         """Let every partition of a candidate wait for the simulator, with its estimate as bound."""
-        recompute = self._recompute_to_fit(node)
+        recompute = self.evaluator.recompute_to_fit(node.candidate)
         options = [all_chain_partitions(chain) for chain in node.chains]
         if not all(options):
             self._reject_for_memory(node)
@@ -432,18 +429,6 @@ class BestFirstSearch:
         """Return the step time of the fastest, or the longest that is allowed."""
         fastest = self._fastest()
         return self.max_step_s if fastest is None else fastest.step_time_s
-
-    def _recompute_to_fit(self, node: SearchNode) -> RecomputeToFit:
-        """Return the recomputation that spans of layers need, where the anchor does not fit without any."""
-        candidate, chains = node.candidate, node.chains
-        layer_costs, memory_bytes = self.evaluator.layer_costs, self.evaluator.memory_bytes
-        anchor = tuple(chain.anchor or () for chain in chains)
-        num_in_flight = self._in_flight(candidate, anchor)
-        graph = layout_graph(partitioned_layout(candidate.assignment, layer_costs, anchor), layer_costs)
-        memory = layer_costs.memory(graph, num_in_flight)
-        if max(rank.total for rank in memory.values()) <= memory_bytes:
-            return [None] * len(chains)
-        return [chain.recompute_to_fit(in_flight_by_chunk(chain, num_in_flight), memory_bytes) for chain in chains]
 
     def _partitions_near_anchor(self, chain: LayerChain, recompute: SpanRecompute | None) -> list[ChainPartition]:
         """Return the partitions of one chain that are worth estimating."""

@@ -18,8 +18,7 @@ from mmtrain.models.shapes.model_shape import (
     with_recomputed_activations,
 )
 from mmtrain.planning.artifact.plan import AS_FAST_RATIO
-from mmtrain.planning.evaluate.evaluator import Evaluator
-from mmtrain.planning.evaluate.partition_orders import KnownOrders
+from mmtrain.planning.evaluate.evaluator import Evaluator, KnownSchedules
 from mmtrain.planning.layer_costs.layer_costs import LayerCosts
 from mmtrain.planning.layer_costs.sampled_loads import SampledLoads
 from mmtrain.planning.layer_costs.token_splits import with_token_splits
@@ -36,32 +35,41 @@ def variants_of(
     problem: PlanningProblem,
     budget: SearchBudget,
     loads: SampledLoads | None = None,
-    known_orders: KnownOrders | None = None,
+    known_schedules: KnownSchedules | None = None,
+    first: Evaluator | None = None,
 ) -> Iterator[Evaluator]:
     """Yield an evaluator of the problem as it is, then of its variants, from the cheapest way to make room on.
 
     There are at most 12: activations stay on the device, or in host memory by one of two modes, where the recipe leaves
     that open; activation functions keep their outputs or run again; and sequence parallelism is used where it costs no
-    time, or wherever it may be. Each is made when the one before has been searched. All have the same loads and orders.
+    time, or wherever it may be. Each is made when the one before has been searched. All have the same loads, orders and
+    programs.
 
-    loads: of the problem's batches, if they are known already. known_orders: of compute, likewise.
+    loads: of the problem's batches, if they are known already. known_schedules: of its stages, likewise. first: the
+    evaluator of the problem as it is, if there is one; it then knows loads and schedules.
     """
-    loads = loads or SampledLoads(problem, budget)
-    known_orders = known_orders or KnownOrders(budget.evaluation.max_kept_order_actions)
+    loads = first.layer_costs.loads if first else loads or SampledLoads(problem, budget)
+    known_schedules = first.known_schedules if first else known_schedules or KnownSchedules.none(budget)
     for variant in (problem, *_with_activations_on_host(problem)):
         again = with_activations_again(variant)
         for varied in (variant,) if again is None else (variant, again):
             if varied is not problem:
                 problem.request.say("nothing fits; trying other ways to keep activations")
-            layer_costs = with_token_splits(varied, LayerCosts(varied, budget=budget, loads=loads))
-            yield Evaluator(varied, budget, layer_costs, known_orders)
+            if varied is problem and first is not None:
+                layer_costs = first.layer_costs
+                yield first
+            else:
+                layer_costs = with_token_splits(varied, LayerCosts(varied, budget=budget, loads=loads))
+                yield Evaluator(varied, budget, layer_costs, known_schedules)
             sharded_costs = with_token_splits(varied, layer_costs, sp_at_any_cost=True)
             if sharded_costs.sp != layer_costs.sp:
-                yield Evaluator(varied, budget, sharded_costs, known_orders)
+                yield Evaluator(varied, budget, sharded_costs, known_schedules)
 
 
-def with_expert_ranks(problem: PlanningProblem, budget: SearchBudget) -> PlanningProblem:
+def with_expert_ranks(problem: PlanningProblem, budget: SearchBudget) -> tuple[PlanningProblem, Evaluator | None]:
     """Return the problem with a number of ranks that hold the experts of a mixture together, where that is open.
+
+    With it comes the evaluator of the search that found the number, if there was one.
 
     A search with little effort finds the fastest plan for each power of two that divides experts and replicas, in the
     first placement that is allowed: what ranks hold and exchange of experts hardly depends on where other units are.
@@ -70,21 +78,27 @@ def with_expert_ranks(problem: PlanningProblem, budget: SearchBudget) -> Plannin
     """
     sizes = _expert_parallel_sizes(problem)
     if len(sizes) <= 1:
-        return problem
-    loads, best, fastest_s, least_gib = SampledLoads(problem, budget), problem, math.inf, math.inf
+        return problem, None
+    loads, known_schedules = SampledLoads(problem, budget), KnownSchedules.none(budget)
+    fastest_s = least_gib = math.inf
+    best: Evaluator | None = None
     steps_s: dict[int, float] = {}
     for ep in sizes:
         problem.request.say(f"trying experts on {ep} ranks")
         varied = with_experts_on(problem, ep)
-        in_one_placement = replace(varied.constraints, placements=varied.constraints.placements[:1])
-        evaluator = next(variants_of(replace(varied, constraints=in_one_placement), budget, loads))
-        results = _quick_searches(evaluator, fastest_s).search()
+        evaluator = next(variants_of(varied, budget, loads, known_schedules))
+        first_placement = replace(varied.constraints, placements=varied.constraints.placements[:1])
+        in_one_placement = evaluator.with_problem(replace(varied, constraints=first_placement))
+        results = _quick_searches(in_one_placement, fastest_s).search()
         steps_s[ep] = step_s = results.fastest_s if results.fastest_s < fastest_s else math.inf
         if step_s * AS_FAST_RATIO < fastest_s:
-            best, fastest_s = varied, step_s
+            best, fastest_s = evaluator, step_s
         elif math.isinf(fastest_s) and results.least_need_gib < least_gib:
-            best, least_gib = varied, results.least_need_gib
-    return replace(best, expert_steps_s=steps_s)
+            best, least_gib = evaluator, results.least_need_gib
+    if best is None:
+        return replace(problem, expert_steps_s=steps_s), None
+    best = best.with_problem(replace(best.problem, expert_steps_s=steps_s))
+    return best.problem, best
 
 
 def with_experts_on(problem: PlanningProblem, ep: int) -> PlanningProblem:
@@ -129,8 +143,9 @@ def with_faster_activations(evaluator: Evaluator, found: SearchResults) -> Evalu
     if not any(unit.num_recomputed for unit in found.best.layout.units.values()):
         return None
     again.request.say("trying activation functions that run again")
-    loads, known_orders = evaluator.layer_costs.loads, evaluator.known_orders
-    running_again = next(variants_of(again, evaluator.budget, loads, known_orders))
+    evaluator.layer_costs.forget_times()  # two searches would keep as many, of which this one now needs few
+    loads, known_schedules = evaluator.layer_costs.loads, evaluator.known_schedules
+    running_again = next(variants_of(again, evaluator.budget, loads, known_schedules))
     limit_s = found.fastest_s / AS_FAST_RATIO
     return running_again if _quick_searches(running_again, limit_s).find_faster_than(limit_s) else None
 

@@ -26,6 +26,7 @@ from mmtrain.planning.space.sample_batches import BatchSplit, unit_split
 from mmtrain.program.ir.graph import LLM, DispatchMode, Exchange, StageGraph, StageId
 
 LayerPartition = tuple[tuple[int, ...], ...]  # for each layer chain the bounds of its model chunks, from 0 to its end
+AssignmentSizes = tuple[Placement, tuple[tuple[str, MeshSize], ...], tuple[tuple[str, int], ...]]
 
 # Step times of one placement within this factor count as equal, and the simpler layout is chosen: simulated differences
 # below a tenth of a percent are far below the error of predictions (docs/benchmarks.md, Predictions).
@@ -80,6 +81,11 @@ class MeshAssignment:
         return tuple(
             unit_split(unit, mesh, self.num_microbatches[unit], self.dispatch) for unit, mesh in self.meshes.items()
         )
+
+    @property
+    def sizes(self) -> AssignmentSizes:
+        """What a pipelined assignment is told apart by, as a key."""
+        return self.placement, tuple(self.meshes.items()), tuple(self.num_microbatches.items())
 
     @property
     def ranks(self) -> int:

@@ -18,7 +18,10 @@ LoadSeconds = Callable[[TokenLoad], float]
 
 @dataclass(frozen=True)
 class LoadArrays:
-    """`TokenLoad`s of a unit: arrays of (batches, replicas, microbatches)."""
+    """`TokenLoad`s of a unit: arrays of (batches, replicas, microbatches).
+
+    Splits of large batches keep many of them, so that `load_arrays` makes columns of 32 bits where these are enough.
+    """
 
     tokens: IntArray
     sum_sq: IntArray
@@ -127,7 +130,13 @@ def load_arrays(unit: str, metas: Sequence[BatchMeta], dp: int, num_microbatches
             np.add.at(total, microbatch, values)
         columns.append((*sums[:2], longest, *sums[2:]))
     shape = (len(metas), dp, num_microbatches)
-    return LoadArrays(*(np.stack(rows).reshape(shape) for rows in zip(*columns, strict=True)))
+    return LoadArrays(*(_compact(np.stack(rows).reshape(shape)) for rows in zip(*columns, strict=True)))
+
+
+def _compact(column: IntArray) -> IntArray:
+    """Return the column in 32 bits if its sum fits, so that no sum of it can overflow."""
+    fits = int(column.sum()) <= np.iinfo(np.int32).max
+    return column.astype(np.int32) if fits else column
 
 
 def loads_of_parts(mesh: UnitMesh, batches: Sequence[Mapping[Microbatch, TokenLoad]]) -> LoadArrays:

@@ -25,6 +25,11 @@ class RecentlyUsed(Generic[T]):
     def __contains__(self, key: Hashable) -> bool:
         return key in self._entries
 
+    def clear(self) -> None:
+        """Keep nothing of what was asked for so far."""
+        self._entries.clear()
+        self.size = 0
+
     def get(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return the entry of this key, from `make` if it is not kept."""
         if key in self._entries:

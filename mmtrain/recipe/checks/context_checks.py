@@ -65,12 +65,13 @@ def _ring_problem(recipe: Recipe) -> str | None:
 def _ulysses_problem(recipe: Recipe, cp: int, tp: int) -> str | None:
     """Return why the heads of a rank cannot be divided over `cp` ranks, or None."""
     llm = recipe.model.llm
-    kv_heads = llm.kv_heads or llm.heads
     if llm.heads % tp:
         return None  # another check says so
-    heads, local_kv_heads = llm.heads // tp, max(kv_heads // tp, 1)
+    heads = llm.heads // tp
     if heads % cp:
         return f"{cp} does not divide the {heads} heads of a rank (model.llm.heads {llm.heads}, parallel.llm.tp {tp})"
-    if local_kv_heads % cp and cp % local_kv_heads:
-        return f"{cp} neither divides nor is a multiple of the {local_kv_heads} key and value heads of a rank"
+    for kv_heads in llm.all_kv_heads:
+        local_kv_heads = max(kv_heads // tp, 1)
+        if local_kv_heads % cp and cp % local_kv_heads:
+            return f"{cp} neither divides nor is a multiple of the {local_kv_heads} key and value heads of a rank"
     return None

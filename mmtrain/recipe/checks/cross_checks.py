@@ -44,9 +44,12 @@ def check_rotary_width(recipe: Recipe) -> Iterator[Problem]:
     """Rotary positions rotate pairs of features, so the width of a head is even."""
     llm = recipe.model.llm
     width = llm.head_dim or llm.hidden // llm.heads
-    if width % 2:
-        path: KeyPath = ("model", "llm", "head_dim" if llm.head_dim else "heads")
-        yield Problem(path, f"a head is {width} wide; allowed: an even width, for rotary positions")
+    widths: dict[KeyPath, int] = {("model", "llm", "head_dim" if llm.head_dim else "heads"): width}
+    if llm.full_attention is not None:
+        widths["model", "llm", "full_attention", "head_dim"] = llm.full_attention.head_dim
+    for path, of_head in widths.items():
+        if of_head % 2:
+            yield Problem(path, f"a head is {of_head} wide; allowed: an even width, for rotary positions")
 
 
 def check_rope_context(recipe: Recipe) -> Iterator[Problem]:

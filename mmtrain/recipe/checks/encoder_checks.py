@@ -103,6 +103,22 @@ def check_joined_tiles(recipe: Recipe) -> Iterator[Problem]:
             yield Problem(where, f"is set; allowed with one vision encoder, found {' and '.join(encoders)}")
 
 
+def check_time_positions(recipe: Recipe) -> Iterator[Problem]:
+    """A patch of a video takes a whole number of positions in time, of an LLM whose positions are not rounded."""
+    fps = recipe.data.video.fps
+    for name, vision in _vision_encoders(recipe).items():
+        per_second = vision.time_positions_per_second
+        if vision.patch_seconds != "stated_exactly" or per_second is None:
+            continue
+        where, path = ("data", "video", "fps"), f"model.{dotted_unit(name)}"
+        rule = f"{per_second:g} {path}.time_positions_per_second x {vision.temporal_patch} temporal_patch / fps"
+        if fps is None:
+            yield Problem(where, f"is not set, but videos are timed by it ({rule}); set it, such as 1")
+        elif per_second * vision.temporal_patch % fps:
+            positions = per_second * vision.temporal_patch / fps
+            yield Problem(where, f"found {fps:g}, of which {rule} is {positions:g}; allowed: those that make it whole")
+
+
 def check_clip_length(recipe: Recipe) -> Iterator[Problem]:
     """The longest allowed clip is within the positions of each encoder, and its tokens merge without a rest."""
     for name, audio in _audio_encoders(recipe).items():
@@ -149,6 +165,6 @@ def _audio_encoders(recipe: Recipe) -> dict[str, AudioSettings]:
 
 # By the name of the modality; for recipes whose sources hold samples.
 ENCODER_CHECKS: Mapping[str, tuple[Callable[[Recipe], Iterator[Problem]], ...]] = {
-    "vision": (check_image_size, check_image_tokens, check_joined_tiles),
+    "vision": (check_image_size, check_image_tokens, check_joined_tiles, check_time_positions),
     "audio": (check_clip_length, check_clip_items),
 }

@@ -48,8 +48,10 @@ def check_llm_parallelism(recipe: Recipe) -> Iterator[Problem]:
     tp = recipe.parallel.llm.tp or 1
     kv_heads = llm.kv_heads or llm.heads
     kv_outputs = 2 * kv_heads * (llm.head_dim or llm.hidden // llm.heads)
-    if kv_heads % tp and tp % kv_heads:
-        text = f"{tp} neither divides nor is a multiple of model.llm.kv_heads {kv_heads}"
+    unfit = [number for number in llm.all_kv_heads if number % tp and tp % number]
+    if unfit:
+        key = "kv_heads" if unfit == [kv_heads] else "full_attention.kv_heads"
+        text = f"{tp} neither divides nor is a multiple of model.llm.{key} {unfit[0]}"
         yield Problem(("parallel", "llm", "tp"), text)
     elif kv_outputs % tp:
         text = f"{tp} does not divide the {kv_outputs} outputs of the key and value projections (kv_heads {kv_heads})"
@@ -58,6 +60,8 @@ def check_llm_parallelism(recipe: Recipe) -> Iterator[Problem]:
         widths = {"ffn": llm.ffn} if llm.moe is None or llm.moe.dense_blocks else {}
         widths |= {} if llm.moe is None else {"moe.ffn": llm.moe.ffn}
         widths |= {} if llm.moe is None or llm.moe.shared_ffn is None else {"moe.shared_ffn": llm.moe.shared_ffn}
+        if llm.shared_kv is not None and llm.shared_kv.ffn is not None:
+            widths["shared_kv.ffn"] = llm.shared_kv.ffn
         widths |= {} if llm.delta_net is None else {"delta_net.key_heads": llm.delta_net.key_heads}
         yield from check_tp("llm", recipe.parallel.llm, heads=llm.heads, **widths)
     yield from _check_pp("llm", recipe.parallel.llm, llm)

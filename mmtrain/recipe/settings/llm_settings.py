@@ -6,10 +6,12 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from mmtrain.recipe.settings.base import PositiveInt, Section, setting
+from mmtrain.recipe.settings.block_settings import FullAttentionSettings, PerLayerEmbeddingSettings, SharedKvSettings
 from mmtrain.recipe.settings.presets import LlmPreset
 from mmtrain.recipe.settings.unit_settings import PRESET_DESCRIPTION, UnitSettings
 
 BlockNumber = Annotated[int, Field(ge=0)]
+MAX_LOGIT_CAP = 40.0  # exponentials of twice as much, of which the loss makes the logits again, fit fp32 and bf16
 EXPERTS_THAT_SCORE_A_GROUP = 2  # its best ones (DeepSeek-V3, arXiv 2412.19437)
 
 
@@ -302,6 +304,24 @@ class LlmSettings(UnitSettings):
         description="Blocks, counted from 0, in which tokens attend to all earlier ones in spite of `window` or "
         "`delta_net`.",
     )
+    full_attention: FullAttentionSettings | None = setting(
+        None,
+        affects={"plan", "resume"},
+        added_later=True,
+        description="Other heads of attention in blocks without a window (Gemma 4). Default: those of all blocks.",
+    )
+    shared_kv: SharedKvSettings | None = setting(
+        None,
+        affects={"plan", "resume"},
+        added_later=True,
+        description="Blocks that read the keys and values of earlier ones (Gemma 4). Default: none.",
+    )
+    per_layer_embeddings: PerLayerEmbeddingSettings | None = setting(
+        None,
+        affects={"plan", "resume"},
+        added_later=True,
+        description="Inputs of single blocks, made of a token alone (Gemma 3n and 4). Default: none.",
+    )
     image_attention: Literal["causal", "bidirectional"] = setting(
         "causal",
         affects={"plan", "resume"},
@@ -318,6 +338,12 @@ class LlmSettings(UnitSettings):
         affects={"plan", "resume"},
         description="Apply an RMS norm to every head of the queries and of the keys, before rotation (Qwen3). Its "
         "weight, of `head_dim`, is the same for all heads of a block.",
+    )
+    value_norm: bool = setting(
+        False,
+        affects={"plan", "resume"},
+        added_later=True,
+        description="Apply an RMS norm without weight to every head of the values (Gemma 4).",
     )
     query_scale: float | None = setting(
         None,
@@ -346,15 +372,36 @@ class LlmSettings(UnitSettings):
         affects={"plan", "resume"},
         description="RMS norms multiply by 1 + weight, in fp32, and their weights start at 0 (Gemma).",
     )
+    block_scales: bool = setting(
+        False,
+        affects={"plan", "resume"},
+        added_later=True,
+        description="Multiply the output of each block by a number of the block, which does not train (Gemma 4).",
+    )
     scale_embeddings: bool = setting(
         False,
         affects={"resume"},
         description="Multiply the embeddings of tokens by the square root of `hidden` (Gemma).",
     )
+    logit_cap: float | None = setting(
+        None,
+        gt=0,
+        le=MAX_LOGIT_CAP,
+        affects={"plan", "resume"},
+        added_later=True,
+        description="Replace logits x by `logit_cap` * tanh(x / `logit_cap`) (Gemma 2). Default: not.",
+    )
     tie_embeddings: bool = setting(
         False, affects={"plan", "resume"}, description="Use the embedding table as output projection too."
     )
     freeze: bool = setting(False, affects={"plan", "resume"}, description="Do not train the LLM.")
+
+    @property
+    def all_kv_heads(self) -> tuple[int, ...]:
+        """Return the key and value heads that blocks with attention have, each number once."""
+        of_most = self.kv_heads or self.heads
+        of_full = None if self.full_attention is None else self.full_attention.kv_heads
+        return tuple(sorted({of_most, of_full or of_most}))
 
     @model_validator(mode="after")
     def _consistent(self) -> "LlmSettings":
@@ -376,6 +423,10 @@ class LlmSettings(UnitSettings):
         if self.rope_width is not None:
             problems += self._rope_width_problems(self.rope_width)
         problems += self._query_growth_problems()
+        if self.shared_kv is not None:
+            problems += self._shared_kv_problems(self.shared_kv)
+        if self.full_attention is not None:
+            problems += self._full_attention_problems(self.full_attention)
         if self.rope_interleaved and self.rope_sections is None:
             problems.append("rope_interleaved is set, but there are no rope_sections to interleave; remove it")
         if max(self.full_attention_blocks, default=0) >= self.layers:
@@ -395,6 +446,30 @@ class LlmSettings(UnitSettings):
         for name in ("rope_sections", "window_rope_base"):
             if getattr(self, name) is not None:
                 yield f"query_growth cannot be combined with {name}; remove one of them"
+
+    def _full_attention_problems(self, full: FullAttentionSettings) -> Iterator[str]:
+        if self.window is None or not self.full_attention_blocks:
+            yield "full_attention: all blocks have one kind of attention; set `window` and full_attention_blocks"
+        if full.kv_heads is not None and self.heads % full.kv_heads:
+            yield f"full_attention.kv_heads: found {full.kv_heads}, no divisor of heads, {self.heads}"
+        if full.rope_width is not None and (full.rope_width % 2 or full.rope_width > full.head_dim):
+            allowed = f"an even number up to head_dim, {full.head_dim}"
+            yield f"full_attention.rope_width: found {full.rope_width}, allowed: {allowed}"
+        if full.keys_as_values and self.attention_gate:
+            yield "full_attention.keys_as_values cannot be combined with attention_gate; remove one of them"
+        for name in ("rope_sections", "rope_width", "qkv_bias"):
+            if getattr(self, name):
+                yield f"full_attention cannot be combined with {name}; remove one of them"
+
+    def _shared_kv_problems(self, shared: SharedKvSettings) -> Iterator[str]:
+        first = self.layers - shared.blocks
+        is_full = [self.window is None or block in self.full_attention_blocks for block in range(self.layers)]
+        if first < 1 or set(is_full[first:]) - set(is_full[:first]):
+            own = f"{max(first, 0)} of {self.layers} blocks have keys and values of their own"
+            yield f"shared_kv.blocks: {own}, but each kind of attention in the others needs one of them"
+        for name in ("delta_net", "moe", "attention_gate", "qkv_bias"):
+            if getattr(self, name):
+                yield f"shared_kv cannot be combined with {name}; remove one of them"
 
     def _rope_width_problems(self, width: int) -> Iterator[str]:
         head_dim = self.head_dim or self.hidden // self.heads

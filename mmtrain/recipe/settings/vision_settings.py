@@ -32,12 +32,13 @@ class VisionSettings(EncoderSettings):
         description="Rotary positions in time that a second of a video takes in an LLM with `rope_sections` "
         "(Qwen2.5-VL). Default: one for each patch in time.",
     )
-    patch_seconds: Literal["sampled", "stated"] = setting(
+    patch_seconds: Literal["sampled", "stated", "stated_exactly"] = setting(
         "sampled",
         affects={"lengths", "steps", "resume"},
         description="How long a patch of a video is for `time_positions_per_second`. `sampled`: as the frames that "
         "were taken are apart. `stated`: `temporal_patch` / `data.video.fps`, also if a video has fewer or more frames "
-        "a second (Qwen2.5-Omni).",
+        "a second (Qwen2.5-Omni). `stated_exactly`: likewise, and positions are not rounded, so that they must be "
+        "whole numbers (Qwen3-Omni).",
     )
     activation: Activation = setting("gelu", affects={"plan", "steps", "resume"}, description="Activation of the MLP.")
     gated_mlp: bool = setting(

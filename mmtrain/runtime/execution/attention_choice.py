@@ -24,9 +24,10 @@ def describe_attention(recipe: Recipe, model: ModelShape, device: torch.device, 
     warnings = []
     for unit in model.units:
         mixers = (layer.mixer for layer in unit.layers if layer.kind in BLOCK_KINDS)
-        attention = next((mixer for mixer in mixers if isinstance(mixer, Attention)), None)
-        if attention is None:
+        attending = [mixer for mixer in mixers if isinstance(mixer, Attention)]
+        if not attending:
             continue
+        attention = max(attending, key=lambda mixer: mixer.head_dim)  # a unit has one backend
         head_dim = attention.head_dim
         backend = choose_backend(recipe.train.attention, device, dtype, head_dim)
         uses[unit.name] = backend

@@ -191,7 +191,7 @@ class LayerProfiler:
         """Return random features in place of what other units send."""
         first = self.stage.shape.layers[0]
         num_rows: dict[str, int] = {}
-        width = first.out_width
+        width = first.out * (1 + first.carried_out)
         if isinstance(inputs, GeneratorInput):
             num_rows = {LLM: len(inputs.rows) * first.generator.context}
             width = first.hidden
@@ -246,7 +246,8 @@ def build_layer_profiler(
     for layer in unit.layers:
         key = layer_key(layer_fields(layer))
         num_equal[key] += 1
-        if num_equal[key] <= MAX_EQUAL_LAYERS or not unit.is_splittable:  # skip connections join all of a U-Net
+        # Skip connections join all of a U-Net, and what travels beside the hidden states all blocks that read of it.
+        if num_equal[key] <= MAX_EQUAL_LAYERS or not unit.is_splittable or unit.layers[0].side_out:
             layers.append(replace(layer, lora=None))  # the cost of adapters is modelled
     short = replace(unit, layers=tuple(layers))
     stage = build_stage(

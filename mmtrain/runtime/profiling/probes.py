@@ -331,9 +331,10 @@ def _synthetic_clips(settings: AudioSettings, data: DataSettings) -> list[ItemSi
     max_frames = int(LOG_MEL_FRAMES_PER_SECOND * data.audio.max_seconds)
     if settings.longest_clip_frames is not None:
         max_frames = min(settings.longest_clip_frames, max_frames)
+    max_cells = settings.count_cells(max_frames)
     if data.audio.item_seconds is not None:
-        max_frames = min(settings.frames_per_item(data.audio.item_seconds), max_frames)
-    num_features = [int(max_frames * share) // settings.cells_per_feature for share in synthetic_shares()]
+        max_cells = min(settings.cells_per_item(data.audio.item_seconds), max_cells)
+    num_features = [int(max_cells * share) // settings.cells_per_feature for share in synthetic_shares()]
     return [(max(1, n) * settings.cells_per_feature, 1) for n in num_features]
 
 

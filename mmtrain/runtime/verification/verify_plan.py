@@ -274,6 +274,16 @@ def _narrow_llm(settings: LlmSettings, tp: int, width: int) -> dict[str, Any]:
         narrow |= {"rope_sections": sections, "head_dim": 2 * sum(sections)}
     if settings.rope_width is not None:
         narrow |= {"rope_width": narrow["head_dim"], "head_dim": 2 * narrow["head_dim"]}
+    if settings.full_attention is not None:
+        # Twice as wide as the others, and half of it turns, if not all of it does.
+        turning = None if settings.full_attention.rope_width is None else HEAD_DIM
+        changes = {"head_dim": 2 * HEAD_DIM, "rope_width": turning}
+        narrow["full_attention"] = settings.full_attention.model_dump() | changes
+    if settings.per_layer_embeddings is not None:
+        narrow["per_layer_embeddings"] = {"width": HEAD_DIM}
+    if settings.shared_kv is not None:
+        ffn = None if settings.shared_kv.ffn is None else 2 * FFN_PER_RANK * tp
+        narrow["shared_kv"] = settings.shared_kv.model_dump() | {"ffn": ffn}
     return narrow
 
 
