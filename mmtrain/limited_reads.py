@@ -244,8 +244,8 @@ def read_within(bounds: Bounds, function: Callable[[Notify], Any], notify: Notif
     while True:
         readings = _Readings()
         end = _run_child(_Child(bounds, readings, dict(deadly), is_careful), function, notify)
-        if end is None or "value" in end:
-            return None if end is None else end["value"]
+        if "value" in end:
+            return end["value"]
         if "error" in end:
             raise _error_from_json(end["error"])
         suspects = readings.read_all()
@@ -286,11 +286,13 @@ def _run_child(child: _Child, function: Callable[[Notify], Any], notify: Notify)
             if status is None:
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
-        last_words = _last_line(said)
+        said.seek(0)
+        last_words = said.read().decode("utf-8", "replace")
     exit_code = os.waitstatus_to_exitcode(status)
     if exit_code == 0 and ("value" in answer or "error" in answer):
+        sys.stderr.write(last_words)  # such as warnings
         return answer
-    return {"died": _describe_end(exit_code, child.bounds.processor_s, last_words)}
+    return {"died": _describe_end(exit_code, child.bounds.processor_s, _last_line(last_words))}
 
 
 def _be_child(child: _Child, function: Callable[[Notify], Any], pipe: IO[str], stderr: int) -> NoReturn:
@@ -399,11 +401,9 @@ def _describe_end(exit_code: int, processor_s: float, last_words: str) -> str:
     return f"reading it ended the process {end}{said}"
 
 
-def _last_line(file: IO[bytes]) -> str:
-    """Return the last line that is no more than some hundred characters of what a library said."""
-    size = file.seek(0, os.SEEK_END)
-    file.seek(max(0, size - 4096))
-    lines = [line.strip() for line in file.read().decode("utf-8", "replace").splitlines() if line.strip()]
+def _last_line(text: str) -> str:
+    """Return the start of the last line that is not empty."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1][:200] if lines else ""
 
 
