@@ -14,6 +14,7 @@
         |-- RecipeError          exit 2   problems in a recipe, all of them at once
         |-- ModelFolderError     exit 2   a folder with a pretrained model cannot be used
         |-- DataError            exit 2   a data source cannot be used at all
+        |   `-- HostileFileError exit 2   reading a file ended a process, or took more than it may
         |-- PlanError            exit 2   no plan fits, or a plan does not match its recipe or hardware
         |-- ProgramError         exit 2   the checker rejects a program
         `-- LaunchError          exit 2   world size, port or ranks do not fit together
@@ -90,6 +91,10 @@ class ModelFolderError(UserError):
 
 class DataError(UserError):
     """A data source cannot be used at all."""
+
+
+class HostileFileError(DataError):
+    """Reading a file ended the process that read it, or took more memory or processor time than reading may take."""
 
 
 class PlanError(UserError):

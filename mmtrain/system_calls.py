@@ -5,6 +5,8 @@ Planning runs on all three. Training runs on Linux, so what only training calls 
 
 import os
 import signal
+import sys
+import tempfile
 from collections.abc import Sequence
 from typing import Literal
 
@@ -41,6 +43,34 @@ def user_limit(what: Limit) -> int | None:
         return None
     number = resource.getrlimit(resource.RLIMIT_NPROC if what == "processes" else resource.RLIMIT_NOFILE)[0]
     return None if number == resource.RLIM_INFINITY else number
+
+
+def open_memory_file() -> int:
+    """Return the descriptor of a file without a name, in memory where the system can: it ends with its users."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("mmtrain")
+    with tempfile.TemporaryFile() as unnamed:
+        return os.dup(unnamed.fileno())
+
+
+def num_data_bytes() -> int | None:
+    """Return the private memory of this process that it may write, used or not; None where the system limits none."""
+    if not _HAS_UNIX_MODULES or not sys.platform.startswith("linux"):
+        return None
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[5]) * resource.getpagesize()
+
+
+def limit_data_bytes(num_bytes: int) -> None:
+    """Let this process have so much of what `num_data_bytes` counts; beyond that the system gives it no memory."""
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    soft = num_bytes if hard == resource.RLIM_INFINITY else min(num_bytes, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+def leave_no_core_file() -> None:
+    """Let the system write no file with the memory of this process where it crashes."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def lock_open_file(file: int, *, wait: bool, shared: bool = False) -> bool:

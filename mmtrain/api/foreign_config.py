@@ -1,15 +1,14 @@
 """Read the configurations of other trainers: YAML or JSON, or a shell script or line with arguments."""
 
-import json
 import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from mmtrain.errors import UserError
+from mmtrain.foreign_json import parse_json
+from mmtrain.foreign_yaml import parse_yaml
 
 _ENDS = frozenset({";", "&&", "||", "|", "&"})  # of a command in a script
 _BRACKETS = ("(", ")")
@@ -37,8 +36,8 @@ def read_foreign_config(path: Path) -> dict[str, Any]:
 
 def _parsed(path: Path, text: str) -> Any:
     try:
-        return json.loads(text) if path.suffix.lower() == ".json" else yaml.safe_load(text)
-    except (ValueError, yaml.YAMLError, RecursionError) as error:
+        return parse_json(text) if path.suffix.lower() == ".json" else parse_yaml(text)
+    except ValueError as error:
         raise UserError(f"{path}: cannot read the configuration: {error}") from None
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from mmtrain.errors import RunError, UserError
 from mmtrain.extras import HUB, require_extra
 from mmtrain.families.hub_models import is_hub_name
-from mmtrain.report.trackers.redaction import Redactor
+from mmtrain.redaction import Redactor
 
 
 def create_repository(repo: str, *, public: bool) -> None:

@@ -236,13 +236,15 @@ class CostTable(_Frozen):
                 starts with `key`.
         """
         try:
-            text = path.read_text(encoding="utf-8")
+            text = path.read_bytes().decode("utf-8-sig")
             _require_readable(text, f"{key}: {path}")
             return cls.model_validate_json(text)
         except FileNotFoundError:
             raise PlanError(f"{key}: {path}: no such file; make it with `mmtrain profile RECIPE --out FILE`") from None
         except OSError as error:
             raise PlanError(f"{key}: {path}: cannot be read: {error.strerror}") from None
+        except UnicodeDecodeError as error:
+            raise PlanError(f"{key}: {path}: cannot be read as text: {error}") from None
         except ValidationError as error:
             raise PlanError(
                 f"{key}: {path} is no cost table of version 1: {describe_invalid_table(error, path)}; "

@@ -8,7 +8,7 @@ from rich.console import ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
-from mmtrain.printed_text import escape_controls
+from mmtrain.printed_text import shown_text
 
 
 class Console(console.Console):
@@ -16,7 +16,7 @@ class Console(console.Console):
 
     def render_str(self, text: str, **options: Any) -> Text:
         """See the base. Widths are those of the escaped text."""
-        return super().render_str(escape_controls(text), **options)
+        return super().render_str(shown_text(text), **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """See the base."""
@@ -27,4 +27,4 @@ class Console(console.Console):
             if segment.control:
                 yield segment
             else:
-                yield Segment(escape_controls(segment.text), segment.style)
+                yield Segment(shown_text(segment.text), segment.style)

@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 from mmtrain.durable_files import write_whole
 from mmtrain.errors import UserError
 from mmtrain.recipe import Recipe, load_recipe
+from mmtrain.redaction import process_redactor
 
 RECIPE_FILE = "recipe.yaml"  # with all defaults filled in
 PLAN_FILE = "plan.json"
@@ -53,7 +54,8 @@ def write_run_state(
     """
     if step is None:
         step = read_run_state(run_dir).get("step", 0)
-    state = {"status": status, "step": step, "error": error}
+    shown_error = None if error is None else process_redactor()(error)
+    state = {"status": status, "step": step, "error": shown_error}
     if ended_early is not None:
         state["ended_early"] = ended_early
     write_whole(run_dir / RUN_STATE_FILE, json.dumps(state) + "\n")

@@ -45,6 +45,8 @@ LAUNCHER_VARIABLES = re.compile(
     r"(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|GROUP_WORLD_SIZE|ROLE_(RANK|NAME|WORLD_SIZE)|MASTER_ADDR"
     r"|MASTER_PORT|TORCHELASTIC_\w+|SLURM_(PROCID|LOCALID|STEP_NUM_TASKS)|OMPI_COMM_WORLD_\w+|MPI_LOCALRANKID|PMI_\w+)"
 )
+_LOOPBACK = ("127.0.0.1", "localhost")
+_STORE_BACKLOG = 2048  # connections that wait: all ranks of a machine come at once
 _LAUNCHER_NAMES = {"torchrun": "torchrun, or what sets its variables", "slurm": "srun"}
 # Where jobs of SLURM meet: below the ports that Linux gives to connections, which start at 32768.
 SLURM_PORTS = range(20_000, 32_000)
@@ -425,6 +427,7 @@ def _set_group_timeout(timeout: timedelta) -> None:
 
 def _connect(address: Address, is_master: bool) -> TCPStore:
     """Connect to the store of the ranks; `is_master`: make it."""
+    listener = _listen_on_loopback(address.port) if is_master and address.master in _LOOPBACK else None
     return TCPStore(
         # The process that holds the store needs no name of its machine, which only others may be able to resolve.
         "127.0.0.1" if _hosts_store(address) else address.master,
@@ -433,7 +436,20 @@ def _connect(address: Address, is_master: bool) -> TCPStore:
         is_master=is_master,
         timeout=RENDEZVOUS_TIMEOUT,
         wait_for_workers=False,
+        master_listen_fd=listener,  # the store closes it
     )
+
+
+def _listen_on_loopback(port: int) -> int:
+    """Return a socket that only this machine reaches: torch's own would listen on all its networks, to anyone."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(("127.0.0.1", port))
+            listener.listen(_STORE_BACKLOG)
+        except OSError as error:
+            raise RuntimeError(f"port {port} cannot be listened on: {error.strerror}") from None
+        return listener.detach()
 
 
 def _second_client(address: Address, prefix: str) -> Store | None:

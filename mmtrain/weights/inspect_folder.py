@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,9 +16,10 @@ from mmtrain.data.text.load_tokenizer import load_tokenizer
 from mmtrain.errors import DataError, ModelFolderError
 from mmtrain.families import read_model_folder
 from mmtrain.families.family import Settings
-from mmtrain.families.folder_files import TOKENIZER_FILE, WEIGHT_FILES
+from mmtrain.families.folder_files import CONFIG_FILE, TOKENIZER_FILE, WEIGHT_FILES
 from mmtrain.families.model_folder import ModelFolder
 from mmtrain.families.processor_files import read_processor
+from mmtrain.limited_reads import Bounds, done_reading, now_reading, read_within
 from mmtrain.recipe.settings.audio_settings import AudioSettings
 from mmtrain.recipe.settings.base import Section
 from mmtrain.recipe.settings.data_settings import ImageSettings
@@ -27,6 +28,7 @@ from mmtrain.weights.folder_tensors import DTYPES, FolderTensors
 from mmtrain.weights.match_tensors import match_tensors
 
 SHOWN_IMAGES = ((336, 336), (1280, 960), (3840, 2160))  # width x height in pixels
+MAX_FOLDER_BYTES = 2 << 30  # of memory; some MiB for headers of weights, and tokenizers have a bound of their own
 # Unit -> what prepares its media, and the medium by which `read_processor` finds that.
 _SectionT = TypeVar("_SectionT", bound=Section)
 _PROCESSORS = {
@@ -66,6 +68,14 @@ class FolderSummary:
 
 def inspect_folder(path: Path) -> FolderSummary:
     """Read config and headers of a folder. Raises ModelFolderError for one that training cannot start from."""
+    values = read_within(Bounds(MAX_FOLDER_BYTES), lambda _: asdict(_inspect(path)))
+    units = tuple(UnitSummary(**unit) for unit in values["units"])
+    lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+    return FolderSummary(**(values | lists | {"units": units}))
+
+
+def _inspect(path: Path) -> FolderSummary:
+    now_reading(f"{path / CONFIG_FILE}")
     folder = read_model_folder(path)
     parameters: Counter[str] = Counter()
     for source in folder.family.weights(folder.settings):
@@ -89,6 +99,7 @@ def inspect_folder(path: Path) -> FolderSummary:
         text_problems=_text_problems(path),
         media_tokens=_media_tokens(folder),
     )
+    done_reading()  # of tensors there may be a hundred thousand
     if not any((path / name).exists() for names in WEIGHT_FILES for name in names):
         return summary
     stored = FolderTensors.of(path)

@@ -68,7 +68,7 @@ except SystemExit:
     packages = {{".".join(name.split(".")[:2]) for name in sys.modules if name.startswith("mmtrain.")}}
     print(sorted(packages), [name for name in {heavy!r} if name in sys.modules])
 """
-    names = "cli errors extras machine_limits printed_text process_end system_calls system_errors version"
+    names = "cli errors extras machine_limits printed_text process_end redaction system_calls system_errors version"
     light = [f"mmtrain.{name}" for name in names.split()]
     assert python(code).splitlines()[-1] == f"{light} []"
 

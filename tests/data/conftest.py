@@ -23,6 +23,12 @@ def tokenizer_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
+def in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read sources in this process, as systems do that cannot fork: a test that counts what is read sees no child."""
+    monkeypatch.setattr("mmtrain.limited_reads.can_fork", lambda: False)
+
+
+@pytest.fixture
 def picture(tmp_path: Path) -> Callable[..., Path]:
     """Write an image into the sample folder."""
 

@@ -115,6 +115,7 @@ def test_every_kind_of_unusable_sample_is_quarantined(tmp_path: Path, picture: P
     assert "data.seq_len = 64" in by_id["too_long"].reason
 
 
+@pytest.mark.usefixtures("in_one_process")
 def test_huge_texts_are_rejected_without_tokenizing_them(recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
     counted: list[str] = []
     count = TokenCounter.__call__
@@ -225,6 +226,7 @@ def test_sources_keep_their_weights(tmp_path: Path, picture: Picture, recipe: Ma
     assert np.array_equal(index.weights, [0.5, 0.5, 3])
 
 
+@pytest.mark.usefixtures("in_one_process")
 def test_the_header_of_a_shared_image_is_read_once(
     picture: Picture, recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -244,6 +246,7 @@ def test_the_header_of_a_shared_image_is_read_once(
     assert messages == [f"reading headers: {n} samples so far" for n in (2, 4)]
 
 
+@pytest.mark.usefixtures("in_one_process")
 def test_threads_read_headers_that_wait_for_the_disk(
     picture: Picture, recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -96,7 +96,7 @@ class Reads:
 
 
 @pytest.fixture
-def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
+def reads(monkeypatch: pytest.MonkeyPatch, in_one_process: None) -> Reads:
     return Reads(monkeypatch)
 
 

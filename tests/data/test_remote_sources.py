@@ -551,3 +551,17 @@ def test_workers_expect_the_versions_that_were_indexed(server: FileServer, recip
     assert isinstance(failure, StepFailure)
     assert isinstance(failure.error(0), RemoteReadError)
     assert "shard.tar: it changed while" in str(failure.error(0))
+
+
+def test_no_other_user_reads_the_cache(tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+    folder.mkdir(mode=0o755)
+    version = FileVersion(1000, "1")
+    cache = BlockCache(folder, max_bytes=1000)
+    cache.store("u", version, 0, b"private")
+    with cache.fetching("u", version, 1):
+        pass
+    modes = {path: path.stat().st_mode & 0o777 for path in (folder, *folder.rglob("*"))}
+    assert len(modes) >= 7
+    assert {mode for path, mode in modes.items() if path.is_dir()} == {0o700}
+    assert {mode for path, mode in modes.items() if path.is_file()} == {0o600}

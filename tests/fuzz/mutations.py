@@ -41,3 +41,27 @@ def mutate(value: Any, rng: random.Random, values: Sequence[Any] = JSON_VALUES) 
             case _:
                 return [*value[:place], mutate(value[place], rng, values), *value[place + 1 :]]
     return rng.choice(list(values))
+
+
+def mutate_bytes(content: bytes, rng: random.Random) -> bytes:
+    """Return bytes of which a few places hold others, or that are cut, doubled or joined anew."""
+    changed = bytearray(content)
+    for _ in range(rng.choice((1, 1, 2, 4, 16))):
+        place = rng.randrange(len(changed)) if changed else 0
+        match rng.randrange(8):
+            case 0:
+                del changed[place:]
+            case 1:
+                del changed[place : place + rng.choice((1, 2, 4, 64))]
+            case 2:
+                changed[place:place] = rng.randbytes(rng.choice((1, 4, 64)))
+            case 3:  # a number that stands for a size, perhaps
+                width = rng.choice((1, 2, 4, 8))
+                value = rng.choice((0, 1, (1 << 8 * width) - 1, (1 << 8 * width - 1) - 1, 1 << 8 * width - 1))
+                changed[place : place + width] = value.to_bytes(width, rng.choice(("little", "big")))
+            case 4:
+                start = rng.randrange(len(changed)) if changed else 0
+                changed[place:place] = changed[start : start + rng.choice((16, 512, 4096))]
+            case _:
+                changed[place : place + 1] = bytes([rng.randrange(256)])
+    return bytes(changed)

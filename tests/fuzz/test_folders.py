@@ -23,7 +23,11 @@ NAMES = ("qwen2_vl", "internvl", "gemma3", "qwen3_vl", "qwen2_audio", "llava_nex
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    root = tmp_path_factory.mktemp("models")
+    return write_folders(tmp_path_factory.mktemp("models"))
+
+
+def write_folders(root: Path) -> list[Path]:
+    """Write a tiny model of each of some families."""
     for name in NAMES:
         write_tiny_model(FAMILIES[name], root / name, seed=0, num_train=4)
     return [root / name for name in NAMES]

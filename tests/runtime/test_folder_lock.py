@@ -190,3 +190,14 @@ def test_a_full_disk_is_an_error_that_names_the_file(tmp_path: Path) -> None:
     message = f"{tmp_path / LOCK_FILE}: File too large"
     with FolderLock(tmp_path) as lock, pytest.raises(RunError, match=message), full_disk(0):
         lock.claim()
+
+
+def test_a_lock_file_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
+    other = tmp_path / "other.txt"
+    other.write_text("mine")
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / LOCK_FILE).symlink_to(other)
+    with FolderLock(run_dir) as lock, pytest.raises(UserError, match=f"{LOCK_FILE}: is a symbolic link, .*remove it"):
+        lock.claim(force=True)
+    assert other.read_text() == "mine"

@@ -5,6 +5,7 @@ import torch.distributed as dist
 
 from mmtrain.errors import LaunchError
 from mmtrain.models.megatron import ParallelGroups
+from mmtrain.runtime import world as world_module
 from mmtrain.runtime.resilience.launch import free_port
 from mmtrain.runtime.world import (
     SLURM_PORTS,
@@ -215,3 +216,18 @@ def test_ranks_with_gpus_share_the_cores(
     monkeypatch.setattr("os.cpu_count", lambda: 16)
     limit_threads(Address(1, 4, 1, "x", 1234, launcher, ranks_per_node=2))
     assert chosen == [threads]
+
+
+def test_the_store_of_ranks_on_one_machine_is_reached_from_it_alone() -> None:
+    port = free_port()
+    store = world_module._connect(Address(0, 1, 0, "127.0.0.1", port, "mmtrain"), is_master=True)
+    try:
+        store.set("key", "value")
+        assert store.get("key") == b"value"
+        with open("/proc/net/tcp", encoding="ascii") as file:
+            listening = [line.split()[1] for line in file if line.split()[3] == "0A"]
+        with open("/proc/net/tcp6", encoding="ascii") as file:
+            listening += [line.split()[1] for line in file if line.split()[3] == "0A"]
+        assert [place for place in listening if place.endswith(f":{port:04X}")] == [f"0100007F:{port:04X}"]
+    finally:
+        del store

@@ -10,13 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from mmtrain.data.formats.bad_sample import BadSampleError
 from mmtrain.data.formats.layouts import caption_to_conversation
 from mmtrain.data.media.media_bytes import TarMember
 from mmtrain.errors import DataError
 from mmtrain.foreign_json import parse_json
+from mmtrain.foreign_yaml import parse_yaml
 
 META_FOLDER = ".nv-meta"
 DEFAULT_SPLIT = "train"
@@ -53,6 +52,8 @@ def expand_braces(text: str) -> list[str]:
         num_digits = len(number_range[1])
         choices = [str(number).zfill(num_digits) for number in range(low, high + 1)]
     tails = expand_braces(text[braces.end() :])
+    if len(choices) * len(tails) > _MAX_SHARDS_IN_RANGE:
+        raise DataError(f"{text}: names more than {_MAX_SHARDS_IN_RANGE} shards")
     return [f"{text[: braces.start()]}{choice}{tail}" for choice in choices for tail in tails]
 
 
@@ -182,10 +183,10 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > _MAX_YAML_BYTES:
             raise DataError(f"{path}: above {_MAX_YAML_BYTES} bytes")
-        values = yaml.safe_load(path.read_bytes())
+        values = parse_yaml(path.read_bytes())
     except FileNotFoundError:
         raise DataError(f"{path}: no such file; `energon prepare` writes it") from None
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+    except (OSError, ValueError) as error:
         raise DataError(f"{path}: cannot be read: {error}") from None
     if not isinstance(values, dict):
         raise DataError(f"{path}: found {type(values).__name__}, expected a mapping")

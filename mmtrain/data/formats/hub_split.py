@@ -8,11 +8,10 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import yaml
-
 from mmtrain.data.optional_packages import require_package
 from mmtrain.data.remote.locations import files_below, open_location
 from mmtrain.errors import DataError
+from mmtrain.foreign_yaml import parse_yaml
 from mmtrain.recipe.settings.source_path import HubSplit, RemotePath
 
 _CARD = "README.md"
@@ -86,8 +85,8 @@ def _stated_splits(data_set: str) -> dict[str, list[str]]:
     with open_location(f"{data_set}/{_CARD}") as file:
         block = _CARD_DATA.match(file.read().decode("utf-8", "replace"))
     try:
-        card = yaml.safe_load(block[1]) if block else None
-    except (yaml.YAMLError, RecursionError) as error:
+        card = parse_yaml(block[1]) if block else None
+    except ValueError as error:
         raise DataError(f"{data_set}/{_CARD}: its metadata is no YAML: {error}; name the files instead") from None
     configs = card.get("configs") if isinstance(card, dict) else None
     with_files = [config for config in configs or () if isinstance(config, dict) and config.get("data_files")]

@@ -22,6 +22,7 @@ from mmtrain.data.media.media_bytes import InlineMedia, Media
 from mmtrain.data.remote.locations import open_location
 from mmtrain.errors import DataError
 from mmtrain.foreign_json import parse_json
+from mmtrain.limited_reads import now_reading_parts
 from mmtrain.recipe.settings.source_path import SourcePath
 
 JSON_LINES_SUFFIXES = (".jsonl", ".ndjson")
@@ -67,6 +68,7 @@ def read_json(
 
     Raises `DataError` if the file is missing, is not JSON, or does not hold a list of samples.
     """
+    now_reading_parts(str(path))
     try:
         with open_location(str(path)) as file:
             is_lines = path.suffix in JSON_LINES_SUFFIXES

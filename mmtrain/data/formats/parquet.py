@@ -7,6 +7,7 @@ Columns: the keys of any layout (`layout_table`), lists of turns as structs or a
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -29,8 +30,9 @@ from mmtrain.data.media.media_bytes import Media, ParquetCell
 from mmtrain.data.media.parquet_cells import ARROW_SUFFIX, PARQUET_BATCH_ROWS, ArrowFile, decode_dictionary
 from mmtrain.data.optional_packages import check_package_fits
 from mmtrain.data.remote.locations import open_location
-from mmtrain.errors import DataError, RemoteReadError
+from mmtrain.errors import DataError, HostileFileError, RemoteReadError
 from mmtrain.foreign_json import parse_json
+from mmtrain.limited_reads import now_reading, now_reading_parts
 from mmtrain.recipe.settings.data_settings import LimitSettings
 from mmtrain.recipe.settings.source_columns import OTHER_ENTRY_KEYS
 from mmtrain.recipe.settings.source_path import SourcePath
@@ -68,15 +70,21 @@ def read_parquet(
     path: SourcePath, folder: MediaFolder, limits: LimitSettings, entry_format: EntryFormat
 ) -> Iterator[Sample | Quarantined]:
     """Read every row of a file in order. Raises `DataError` if the file cannot be opened, or has no samples."""
+    now_reading_parts(str(path))
     with _open(path) as file:
-        media_kinds = _media_columns(path, file.schema_arrow, entry_format)
-        columns = tuple(_read_columns(file.schema_arrow.names, media_kinds, entry_format))
-        _check_layout(path, file.schema_arrow, entry_format)
+        with _damage_named(path):
+            schema = file.schema_arrow
+            media_kinds = _media_columns(path, schema, entry_format)
+            columns = tuple(_read_columns(schema.names, media_kinds, entry_format))
+            _check_layout(path, schema, entry_format)
+            is_arrow = isinstance(file, ArrowFile)
+            rows_of_groups = [
+                file.num_rows(number) if is_arrow else file.metadata.row_group(number).num_rows
+                for number in range(file.num_row_groups)
+            ]
         source = _ParquetSource(file, path, columns, media_kinds, folder, limits, entry_format)
         first_row = 0
-        for row_group in range(file.num_row_groups):
-            is_arrow = isinstance(file, ArrowFile)
-            num_rows = file.num_rows(row_group) if is_arrow else file.metadata.row_group(row_group).num_rows
+        for row_group, num_rows in enumerate(rows_of_groups):
             if first_row + num_rows > limits.max_members:
                 reason = f"{path}: more rows than data.limits.max_members = {limits.max_members}; the rest is not read"
                 yield Quarantined(str(path), first_row, str(path), "parquet_too_many", reason)
@@ -153,8 +161,7 @@ def _holds_bytes(value_type: Any) -> bool:
 def _open(path: SourcePath) -> Any:
     if path.suffix == ARROW_SUFFIX and not isinstance(path, Path):
         raise DataError(f"{path}: Arrow files are mapped, which needs them on this machine; copy it, or write Parquet")
-    kind = "an Arrow file" if path.suffix == ARROW_SUFFIX else "a Parquet file"
-    try:
+    with _damage_named(path):
         if isinstance(path, Path) and path.suffix == ARROW_SUFFIX:
             return ArrowFile(path)
         return pyarrow.parquet.ParquetFile(
@@ -162,24 +169,35 @@ def _open(path: SourcePath) -> Any:
             thrift_string_size_limit=_MAX_METADATA_STRING_BYTES,
             thrift_container_size_limit=_MAX_METADATA_ENTRIES,
         )
+
+
+@contextmanager
+def _damage_named(path: SourcePath) -> Iterator[None]:
+    """Turn what pyarrow raises for the metadata of a damaged file into a DataError."""
+    try:
+        yield
     except FileNotFoundError:
         raise DataError(f"{path}: no such file") from None
     except (DataError, RemoteReadError):
         raise
     except Exception as error:  # pyarrow's errors have no common base
         check_package_fits(error, "pyarrow")
+        kind = "an Arrow file" if path.suffix == ARROW_SUFFIX else "a Parquet file"
         raise DataError(f"{path}: not {kind}, or a damaged one: {error}") from None
 
 
 def _read_row_group(source: _ParquetSource, row_group: int, first_row: int) -> Iterator[Sample | Quarantined]:
     """Read the rows of one row group; its first row is row `first_row` of the file."""
     path = source.path
-    unread = _columns_full_of_bytes(source, row_group)
-    read = [name for name in source.columns if name not in unread]
     media_columns = [name for name in source.columns if name in source.media_kinds]
     num_read = 0
+    place = f"{path}, row group {row_group}"
     try:
-        for batch in source.file.iter_batches(PARQUET_BATCH_ROWS, [row_group], read, use_threads=False):
+        now_reading(place)
+        unread = _columns_full_of_bytes(source, row_group)
+        read = [name for name in source.columns if name not in unread]
+        batches = source.file.iter_batches(PARQUET_BATCH_ROWS, [row_group], read, use_threads=False)
+        while (batch := next(batches, None)) is not None:
             texts = {name: batch[name].to_pylist() for name in read if name not in source.media_kinds}
             for row in range(batch.num_rows):
                 entry = {name: values[row] for name, values in texts.items() if values[row] is not None}
@@ -188,11 +206,14 @@ def _read_row_group(source: _ParquetSource, row_group: int, first_row: int) -> I
                 values = {name: None if name in unread else batch[name][row] for name in media_columns}
                 yield _read_row(source, entry, values, cell, first_row + num_read + row)
             num_read += batch.num_rows
+            now_reading(place)
     except RemoteReadError:
         raise
+    except HostileFileError as error:
+        yield Quarantined(str(path), first_row + num_read, str(path), "parquet_broken", str(error))
     except Exception as error:
         check_package_fits(error, "pyarrow")
-        what = f"{path}, row group {row_group}: its rows from {num_read} on cannot be read"
+        what = f"{place}: its rows from {num_read} on cannot be read"
         reason = f"{what}: {type(error).__name__}: {error}"
         yield Quarantined(str(path), first_row + num_read, str(path), "parquet_broken", reason)
 

@@ -64,7 +64,7 @@ QUARANTINE_REASONS = {
     "truncated": "the end of an image, clip or video is missing",
     "undecodable": "the header is valid, but the rest cannot be decoded",
     "unreadable": "the file failed to be read twice, a minute apart, while other files of its source could be read",
-    "deadly": "reading its media twice crashed a worker process or blocked it for a minute",
+    "deadly": "reading it ended a process, took too much memory or processor time, or blocked a worker for minutes",
     # tar shards
     "tar_member": "a member that is not a plain file: a link, a device, a pipe, a sparse file",
     "tar_name": "a member whose name is absolute, contains `..` or holds control characters",

@@ -24,6 +24,7 @@ from mmtrain.data.formats.tar_members import BadTarMember, read_tar_members
 from mmtrain.data.media.media_bytes import Media, TarMember
 from mmtrain.errors import DataError
 from mmtrain.foreign_json import parse_json
+from mmtrain.limited_reads import now_reading_parts
 from mmtrain.recipe.settings.data_settings import LimitSettings
 from mmtrain.recipe.settings.source_path import SourcePath
 
@@ -49,6 +50,7 @@ def read_shard(
 
     Raises `DataError` if the shard cannot be opened.
     """
+    now_reading_parts(str(path))
     excluded: frozenset[str] = frozenset()
     if energon is not None:
         excluded = energon.excluded.get(str(path), excluded)

@@ -3,13 +3,15 @@
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from mmtrain.data.callbacks import NotifyCallback, ProgressCallback
 from mmtrain.data.formats.read_source import read_samples
 from mmtrain.data.formats.sample import Quarantined, Sample, find_unusable
+from mmtrain.data.index.reading_bounds import reading_bounds
 from mmtrain.data.index.sample_lengths import MeasuredSample, measure_samples, notify_progress
 from mmtrain.data.index.spelled_texts import SpelledTexts
 from mmtrain.data.media.audio import HOP_SAMPLES, SAMPLE_RATE_HZ
@@ -20,7 +22,8 @@ from mmtrain.data.media.sound_files import decode_sound
 from mmtrain.data.media.target_images import TargetImageReader
 from mmtrain.data.remote.locations import trust_hosts
 from mmtrain.data.text.load_tokenizer import load_recipe_tokenizer
-from mmtrain.errors import DataError
+from mmtrain.errors import DataError, HostileFileError
+from mmtrain.limited_reads import Bounds, now_reading_item, read_within, reads_in_one_thread
 from mmtrain.machine_limits import num_available_cores
 from mmtrain.recipe.settings.data_settings import AudioDataSettings, DataSettings, LimitSettings, SourceSettings
 from mmtrain.recipe.settings.encoder_settings import EncoderSettings
@@ -29,6 +32,7 @@ from mmtrain.recipe.settings.modalities import GENERATOR, MODALITIES, VISION, Me
 from mmtrain.recipe.settings.schema import Recipe
 
 _MEDIA_IN_FLIGHT_PER_CORE = 8  # results are returned in order; this bounds how many wait in memory
+DECODING_PROCESSOR_S = 60.0  # for one medium; so long may a worker hang while training
 _DEFAULT_BAD_RATE = 0.01  # as the default of data.max_bad_rate
 # Settings for checks without a recipe: the defaults, and clips of up to a day.
 _ANY_DATA = DataSettings(
@@ -86,6 +90,13 @@ def check_sources_for_recipe(
     a source cannot be read at all, or if there are no samples.
     """
     trust_hosts(recipe.data)
+    check = partial(_check_for_recipe, recipe, sources)
+    return _check_within(reading_bounds(recipe.data.limits, sources), check, progress, notify)
+
+
+def _check_for_recipe(
+    recipe: Recipe, sources: Sequence[SourceSettings], progress: ProgressCallback, notify: NotifyCallback
+) -> CheckReport:
     tokenizer = load_recipe_tokenizer(recipe)
     for warning in tokenizer.warnings:
         notify(warning)
@@ -116,6 +127,31 @@ def check_sources(
     `notify` is called while headers are read, and after that `progress` while media are decoded. Raises `DataError` if
     a source cannot be read at all, or if there are no samples.
     """
+    return _check_within(reading_bounds(LimitSettings(), sources), partial(_check_any, sources), progress, notify)
+
+
+def _check_within(
+    bounds: Bounds,
+    check: Callable[[ProgressCallback, NotifyCallback], CheckReport],
+    progress: ProgressCallback | None,
+    notify: NotifyCallback,
+) -> CheckReport:
+    """Check in a child process, since nothing is known of the files yet."""
+
+    def read(send: Callable[[Any], None]) -> dict[str, Any]:
+        return asdict(check(lambda done, total: send([done, total]), send))
+
+    def receive(note: Any) -> None:
+        if isinstance(note, str):
+            notify(note)
+        elif progress is not None:
+            progress(*note)
+
+    values = read_within(replace(bounds, processor_s=DECODING_PROCESSOR_S), read, receive)
+    return CheckReport(**(values | {"bad": tuple(Quarantined(**entry) for entry in values["bad"])}))
+
+
+def _check_any(sources: Sequence[SourceSettings], progress: ProgressCallback, notify: NotifyCallback) -> CheckReport:
     samples: list[_SampleMedia] = []
     bad: list[Quarantined] = []
     encoders = _encoders_by_kind(modality.settings.model_validate(_ANY_ENCODER) for modality in MODALITIES.values())
@@ -179,6 +215,7 @@ def _read_headers(sample: Sample, encoders: Mapping[MediaKind, EncoderSettings])
     try:
         for modality in MODALITIES.values():
             for kind, medium in sample.media_of(modality.media):
+                now_reading_item(str(medium))
                 reader = ITEM_READERS[modality.name](encoders[kind], _ANY_DATA)
                 media.append(_ItemizedMedia(kind, medium, reader.read_items(kind, medium).grids))
         reader = ITEM_READERS[VISION.name](encoders["image"], _ANY_DATA)
@@ -186,6 +223,8 @@ def _read_headers(sample: Sample, encoders: Mapping[MediaKind, EncoderSettings])
             media.append(_ItemizedMedia("image", medium, reader.read_items("image", medium).grids))
     except BadMediaError as bad:
         return Quarantined.of(sample, bad.kind, str(bad))
+    except HostileFileError as error:
+        return Quarantined.of(sample, "deadly", str(error))
     return media
 
 
@@ -199,6 +238,7 @@ class _Decoder:
 
     def __call__(self, item: _ItemizedMedia) -> BadMediaError | None:
         try:
+            now_reading_item(str(item.media))
             if item.kind == "target image":
                 assert self.generator is not None, "samples with target images are bad without a generator"
                 TargetImageReader(self.generator, self.data).load_pixels(item.media)
@@ -212,6 +252,8 @@ class _Decoder:
                 reader.load_cells(item.kind, item.media, 0, len(item.grids), item.grids[0])
         except BadMediaError as bad:
             return bad
+        except HostileFileError as error:
+            return BadMediaError("deadly", str(error))
         return None
 
 
@@ -220,15 +262,14 @@ def _decode_and_report(
     bad: Sequence[Quarantined],
     decode: _Decode,
     allowed_rate: float,
-    progress: ProgressCallback | None,
+    progress: ProgressCallback,
 ) -> CheckReport:
     distinct = list(dict.fromkeys(medium for _, media in samples for medium in media))
     errors: dict[_ItemizedMedia, BadMediaError] = {}
     for done, (medium, error) in enumerate(_decode_in_threads(distinct, decode), 1):
         if error is not None:
             errors[medium] = error
-        if progress is not None:
-            progress(done, len(distinct))
+        progress(done, len(distinct))
     undecodable = []
     for sample, media in samples:
         error = next((errors[medium] for medium in media if medium in errors), None)
@@ -245,7 +286,7 @@ def _decode_in_threads(
     distinct: Sequence[_ItemizedMedia], decode: _Decode
 ) -> Iterator[tuple[_ItemizedMedia, BadMediaError | None]]:
     """Decode on all cores and yield in order; decoders release the interpreter's lock."""
-    num_cores = num_available_cores()
+    num_cores = 1 if reads_in_one_thread() else num_available_cores()
     chunk_size = num_cores * _MEDIA_IN_FLIGHT_PER_CORE
     with ThreadPoolExecutor(num_cores) as pool:
         for first in range(0, len(distinct), chunk_size):

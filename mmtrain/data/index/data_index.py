@@ -11,11 +11,11 @@ from array import array
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from functools import cached_property, partial
 from math import isqrt
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -36,8 +36,16 @@ from mmtrain.data.callbacks import NotifyCallback
 from mmtrain.data.formats.sample import Quarantined, Sample, one_per_reason
 from mmtrain.data.formats.sample_split import SampleFilter, SampleSplit
 from mmtrain.data.index.frozen_samples import warn_of_idle_training
-from mmtrain.data.index.index_cache import IndexCache, StoredIndex
+from mmtrain.data.index.index_cache import (
+    IndexCache,
+    IndexContent,
+    IndexInMemory,
+    NewIndex,
+    StoredIndex,
+    index_in_memory,
+)
 from mmtrain.data.index.media_versions import MediaVersions
+from mmtrain.data.index.reading_bounds import reading_bounds
 from mmtrain.data.index.sample_lengths import MeasuredSample, measure_samples, notify_progress
 from mmtrain.data.index.sample_sources import SampleSources, find_mixture, sample_uses
 from mmtrain.data.index.sample_table import SampleTable, content_json, sample_record
@@ -46,11 +54,13 @@ from mmtrain.data.index.stated_lengths import read_stated_lengths
 from mmtrain.data.media.image_grids import MediumGrid, MediumItems
 from mmtrain.data.media.item_readers import tile_join
 from mmtrain.data.media.joined_tiles import FeatureMix, TileJoin, join_media
-from mmtrain.data.remote.locations import trust_hosts
+from mmtrain.data.remote.locations import known_versions, pin_versions, trust_hosts
+from mmtrain.data.remote.remote_files import FileVersion
 from mmtrain.data.text.cut_samples import features_of_cut
 from mmtrain.data.text.load_tokenizer import load_recipe_tokenizer
 from mmtrain.data.text.sample_tokenizer import ItemTenths, MediaFeatures, add_queries, split_images, split_videos
 from mmtrain.errors import DataError, TooManyBadSamples
+from mmtrain.limited_reads import done_reading, read_within
 from mmtrain.recipe.settings.data_settings import DataPart, SourceSettings
 from mmtrain.recipe.settings.generator_settings import GeneratorSettings
 from mmtrain.recipe.settings.modalities import GENERATOR, VISION
@@ -343,25 +353,43 @@ def _count_kinds(quarantined: Sequence[Quarantined]) -> str:
 
 
 def _read_sources(recipe: Recipe, which: DataPart, cache: IndexCache | None, notify: NotifyCallback) -> StoredIndex:
-    """Read all sources of a part; store the result if there is a cache."""
+    """Read all sources of a part in a child process; store the result if there is a cache."""
     sources = recipe.data.sources_of(which)
     split = SampleSplit.of(recipe.data, which)
+    with index_in_memory() if cache is None else cache.new_index() as index:
+
+        def read(notify_parent: NotifyCallback) -> dict[str, Any]:
+            rest = _read_into(index, recipe, sources, split, notify_parent)
+            return {"rest": rest, "versions": {url: astuple(version) for url, version in known_versions().items()}}
+
+        answer = read_within(reading_bounds(recipe.data.limits, sources), read, notify)
+        pin_versions({url: FileVersion(*version) for url, version in answer["versions"].items()})
+        return index.finish(answer["rest"])
+
+
+def _read_into(
+    index: NewIndex | IndexInMemory,
+    recipe: Recipe,
+    sources: Sequence[SourceSettings],
+    split: SampleSplit | None,
+    notify: NotifyCallback,
+) -> dict[str, Any]:
+    """Read sources into a new index; return what `finish` of it needs."""
+    index.records.seek(0)  # a process before this one may have died
+    index.records.truncate()
     tokenizer = load_recipe_tokenizer(recipe)
-    versions = None if cache is None else MediaVersions()
+    versions = MediaVersions() if isinstance(index, NewIndex) else None
     spelled = SpelledTexts(tokenizer)
-    with _garbage_collection_paused(), io.BytesIO() if cache is None else cache.new_records() as records:
+    with _garbage_collection_paused():
         entries = notify_progress(measure_samples(recipe, sources, tokenizer, versions, split), notify)
-        columns, quarantined = _collect(recipe, entries, records, spelled)
-        arrays = columns.columns()
-        content_sha256 = columns.content.hexdigest()
+        columns, quarantined = _collect(recipe, entries, index.records, spelled)
+        done_reading()
         warnings = (*tokenizer.warnings, *spelled.remarks(), *((split.remark,) if split is not None else ()))
         if columns.num_cut:
             cut_to = f"{columns.num_cut:,} samples are cut to {recipe.data.sample_tokens} tokens"
             warnings += (f"data.too_long = cut: {cut_to}",)
-        if cache is None or versions is None:
-            table = SampleTable(records.getvalue(), arrays["ends"])  # type: ignore[attr-defined]
-            return StoredIndex(table, arrays, tuple(quarantined), content_sha256, warnings)
-        return cache.store(records, versions, arrays, quarantined, content_sha256, warnings)
+        content_sha256 = columns.content.hexdigest()
+        return index.write(IndexContent(versions, columns.columns(), quarantined, content_sha256, warnings))
 
 
 def index_chosen(

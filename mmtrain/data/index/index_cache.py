@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load, load_file, save, save_file
 
 from mmtrain.balance.columns import ColumnFacts, FilePlace, StoredColumn
 from mmtrain.data.callbacks import NotifyCallback
@@ -48,6 +48,7 @@ from mmtrain.recipe.settings.base import select
 from mmtrain.recipe.settings.data_settings import DataPart, SourceSettings
 from mmtrain.recipe.settings.schema import Recipe
 from mmtrain.recipe.settings.source_path import RemotePath, SourcePath
+from mmtrain.system_calls import open_memory_file
 
 INDEX_FOLDER_NAME = ".mmtrain-index"
 MIN_SOURCE_BYTES = 1 << 20  # indexing a smaller source takes less than a second
@@ -98,7 +99,6 @@ class IndexCache:
         self.folder = folder
         self._key = key
         self._started_ns = time.time_ns()
-        self._build_folder: Path | None = None
 
     @classmethod
     def for_recipe(
@@ -158,11 +158,9 @@ class IndexCache:
             rest = json.loads((place / _REST_FILE).read_text(encoding="utf-8"))
             if not self._is_unchanged(place, rest["sums"], notify):
                 return None
-            arrays = _map_columns(place / _ARRAYS_FILE, rest["columns"])
-            table = SampleTable(place / _RECORDS_FILE, arrays["ends"])
-            quarantined = tuple(Quarantined(**entry) for entry in rest["quarantined"])
+            stored = _stored_index(place, rest)
             os.utime(place)  # marks it as recently used
-            return StoredIndex(table, arrays, quarantined, rest["content_sha256"], tuple(rest["warnings"]), place)
+            return stored
         except RemoteReadError:  # of media, which building the index would not read either
             raise
         except Exception as error:  # whatever is wrong with it, the sources are still there
@@ -206,45 +204,20 @@ class IndexCache:
         return True
 
     @contextmanager
-    def new_records(self) -> Iterator[BinaryIO]:
-        """Open a new file for records; it is removed afterwards unless `store` makes it part of the index.
+    def new_index(self) -> Iterator["NewIndex"]:
+        """Make a new index; it is removed afterwards unless `NewIndex.finish` makes it a part of the cache.
 
         Raises OSError where nothing can be written.
         """
-        self._build_folder = Path(tempfile.mkdtemp(prefix=_BUILD_PREFIX, dir=self.folder))
+        build_folder = Path(tempfile.mkdtemp(prefix=_BUILD_PREFIX, dir=self.folder))
         try:
-            with open(self._build_folder / _RECORDS_FILE, "wb") as file:
-                yield file
+            with open(build_folder / _RECORDS_FILE, "wb") as file:
+                yield NewIndex(self, build_folder, file)
         finally:
-            shutil.rmtree(self._build_folder, ignore_errors=True)
+            shutil.rmtree(build_folder, ignore_errors=True)
 
-    def store(
-        self,
-        records: BinaryIO,
-        media: MediaVersions,
-        arrays: dict[str, StoredColumn],
-        quarantined: Sequence[Quarantined],
-        content_sha256: str,
-        warnings: tuple[str, ...],
-    ) -> StoredIndex:
-        """Store an index whose records are in the file that `new_records` opened, and close that."""
-        build_folder = self._build_folder
-        assert build_folder is not None, "store is called while the file of `new_records` is open"
-        records.close()  # Windows renames no folder in which a file is open
-        save_file({name: column.stored for name, column in arrays.items()}, build_folder / _ARRAYS_FILE)
-        save_file(media.arrays(), build_folder / _MEDIA_FILE)
-        rest: dict[str, Any] = {
-            "sums": {name: _file_sha256(build_folder / name) for name in _SUMMED_FILES},
-            "columns": {name: column.facts for name, column in arrays.items()},
-            "content_sha256": content_sha256,
-            "quarantined": [asdict(entry) for entry in quarantined],
-            "warnings": list(warnings),
-        }
-        (build_folder / _REST_FILE).write_text(json.dumps(rest), encoding="utf-8")
-        # Other users may read what is beside data that they can read.
-        for name in (_ARRAYS_FILE, _MEDIA_FILE):
-            (build_folder / name).chmod(0o644)
-        build_folder.chmod(0o755)
+    def take(self, build_folder: Path, rest: Mapping[str, Any]) -> StoredIndex:
+        """Make a folder with an index a part of the cache. rest: what is in its `_REST_FILE`."""
         place = self.folder / f"{self._key}-{self._newest()[0] + 1}"
         try:
             os.rename(build_folder, place)
@@ -252,9 +225,7 @@ class IndexCache:
             if not place.exists():  # else, where locks do not work, another process was first
                 raise
         self._remove_old()
-        mapped = _map_columns(place / _ARRAYS_FILE, rest["columns"])
-        table = SampleTable(place / _RECORDS_FILE, mapped["ends"])
-        return StoredIndex(table, mapped, tuple(quarantined), content_sha256, warnings, place)
+        return _stored_index(place, rest)
 
     def _remove_old(self) -> None:
         """Remove the least recently used indexes, and what killed processes left behind."""
@@ -263,6 +234,93 @@ class IndexCache:
         unfinished = [folder for folder in folders if folder.name.startswith(_BUILD_PREFIX)]
         for folder in unfinished + folders[MAX_INDEXES_PER_FOLDER:]:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class IndexContent:
+    """What a process that reads sources hands to the one that uses the index, besides records."""
+
+    media: MediaVersions | None
+    arrays: dict[str, StoredColumn]
+    quarantined: Sequence[Quarantined]
+    content_sha256: str
+    warnings: tuple[str, ...]
+
+    def rest(self) -> dict[str, Any]:
+        """Return as a JSON value what is neither arrays nor versions of media."""
+        return {
+            "columns": {name: column.facts for name, column in self.arrays.items()},
+            "content_sha256": self.content_sha256,
+            "quarantined": [asdict(entry) for entry in self.quarantined],
+            "warnings": list(self.warnings),
+        }
+
+
+class NewIndex:
+    """An index that is written to the disk by one process, and taken by the cache in another one."""
+
+    def __init__(self, cache: IndexCache, folder: Path, records: BinaryIO) -> None:
+        """Write to `folder`; `records` is the open file there for them."""
+        self._cache, self._folder, self.records = cache, folder, records
+
+    def write(self, content: IndexContent) -> dict[str, Any]:
+        """Write all but the records, and return what `finish` needs, as a JSON value."""
+        self.records.flush()
+        assert content.media is not None, "the index is cached, which needs to know when media change"
+        save_file({name: column.stored for name, column in content.arrays.items()}, self._folder / _ARRAYS_FILE)
+        save_file(content.media.arrays(), self._folder / _MEDIA_FILE)
+        rest = {**content.rest(), "sums": {name: _file_sha256(self._folder / name) for name in _SUMMED_FILES}}
+        (self._folder / _REST_FILE).write_text(json.dumps(rest), encoding="utf-8")
+        # Other users may read what is beside data that they can read.
+        for name in (_ARRAYS_FILE, _MEDIA_FILE):
+            (self._folder / name).chmod(0o644)
+        self._folder.chmod(0o755)
+        return rest
+
+    def finish(self, rest: Mapping[str, Any]) -> StoredIndex:
+        """Make it a part of the cache."""
+        self.records.close()  # Windows renames no folder in which a file is open
+        return self._cache.take(self._folder, rest)
+
+
+class IndexInMemory:
+    """An index that is written to memory that two processes share: of small sources."""
+
+    def __init__(self, records: BinaryIO) -> None:
+        """Write to the file `records`, which has no name."""
+        self.records = records
+
+    def write(self, content: IndexContent) -> dict[str, Any]:
+        """Write all, and return what `finish` needs, as a JSON value."""
+        num_bytes = self.records.tell()
+        self.records.write(save({name: column.stored for name, column in content.arrays.items()}))
+        self.records.flush()
+        return {**content.rest(), "num_bytes": num_bytes}
+
+    def finish(self, rest: Mapping[str, Any]) -> StoredIndex:
+        """Read what the other process has written."""
+        self.records.seek(0)
+        records = self.records.read(rest["num_bytes"])
+        facts = {name: ColumnFacts(*of_column) for name, of_column in rest["columns"].items()}
+        arrays = {name: StoredColumn(rows, None, facts[name]) for name, rows in load(self.records.read()).items()}
+        quarantined = tuple(Quarantined(**entry) for entry in rest["quarantined"])
+        table = SampleTable(records, arrays["ends"])
+        return StoredIndex(table, arrays, quarantined, rest["content_sha256"], tuple(rest["warnings"]))
+
+
+@contextmanager
+def index_in_memory() -> Iterator[IndexInMemory]:
+    """Make a new index in memory."""
+    with open(open_memory_file(), "w+b") as file:
+        yield IndexInMemory(file)
+
+
+def _stored_index(place: Path, rest: Mapping[str, Any]) -> StoredIndex:
+    """Map the index in a folder."""
+    arrays = _map_columns(place / _ARRAYS_FILE, rest["columns"])
+    table = SampleTable(place / _RECORDS_FILE, arrays["ends"])
+    quarantined = tuple(Quarantined(**entry) for entry in rest["quarantined"])
+    return StoredIndex(table, arrays, quarantined, rest["content_sha256"], tuple(rest["warnings"]), place)
 
 
 def _file_version(file: SourcePath) -> tuple[int, *tuple[int | str, ...]]:

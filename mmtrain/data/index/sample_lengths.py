@@ -31,7 +31,8 @@ from mmtrain.data.text.sample_tokenizer import (
     split_images,
     split_videos,
 )
-from mmtrain.errors import DataError
+from mmtrain.errors import DataError, HostileFileError
+from mmtrain.limited_reads import go_on_reading, now_reading_item, reads_in_one_thread, renew_processor_time
 from mmtrain.recipe.settings.data_settings import ImageSettings, SourceSettings
 from mmtrain.recipe.settings.encoder_settings import EncoderSettings
 from mmtrain.recipe.settings.modalities import GENERATOR, MODALITIES, MediaKind, dotted_unit
@@ -41,6 +42,7 @@ from mmtrain.recipe.settings.vision_settings import VisionSettings
 HEADER_THREADS = 4  # reading headers waits for the disk; more threads would only wait for the interpreter's lock
 _CHUNK_SAMPLES = 2048  # whose media headers are read together
 _TASK_FILES = 64  # that a thread reads one after the other
+_RENEW_EVERY_SAMPLES = 16
 _MAX_CACHED_HEADERS = 1 << 16  # of each kind; samples about the same medium are mostly near each other
 _NOTIFY_EVERY_SAMPLES = 100_000
 
@@ -108,13 +110,23 @@ def measure_samples(
     with ThreadPoolExecutor(HEADER_THREADS) as pool:
         for number, source in enumerate(sources):
             entries = read_samples(source, recipe.data.limits, split)
-            while chunk := list(islice(entries, _CHUNK_SAMPLES)):
+            while chunk := _read_chunk(entries):
                 reader.read(pool, [entry for entry in chunk if isinstance(entry, Sample)])
                 for entry in chunk:
                     if isinstance(entry, Sample):
                         yield measurer.measure(entry, number)
                     else:
                         yield entry
+
+
+def _read_chunk(entries: Iterator[Sample | Quarantined]) -> list[Sample | Quarantined]:
+    go_on_reading()
+    chunk = []
+    for entry in islice(entries, _CHUNK_SAMPLES):
+        chunk.append(entry)
+        if not len(chunk) % _RENEW_EVERY_SAMPLES:
+            renew_processor_time()
+    return chunk
 
 
 def notify_progress(entries: Iterable[_T], notify: NotifyCallback) -> Iterator[_T]:
@@ -231,7 +243,8 @@ class _HeaderReader:
         tasks = [files[i : i + _TASK_FILES] for i in range(0, len(files), _TASK_FILES)]
         has_parquet = any(isinstance(file, ParquetCell) for file in files)  # threads would decode more columns each
         read_headers = partial(self._read_headers, read_items)
-        results = run_tasks(pool, read_headers, tasks, may_wait=not has_parquet)
+        one_thread = has_parquet or reads_in_one_thread()
+        results = run_tasks(pool, read_headers, tasks, may_wait=not one_thread)
         headers.update(zip(new, chain.from_iterable(results), strict=True))
 
     def _read_headers(self, read_items: Callable[[Media], MediumItems], files: Sequence[Media]) -> list[_Header]:
@@ -240,9 +253,12 @@ class _HeaderReader:
             if self._versions is not None:
                 self._versions.record(file)  # before: a file that changes meanwhile is read anew by the next run
             try:
+                now_reading_item(file.path if isinstance(file, FileMedia) else str(file))
                 headers.append(read_items(file))
             except BadMediaError as bad:
                 headers.append(bad)
+            except HostileFileError as error:
+                headers.append(BadMediaError("deadly", str(error)))
         return headers
 
 
@@ -319,6 +335,7 @@ class _SampleMeasurer:
             return Quarantined.of(sample, "too_many_images", reason)
         features = self._media_features(sample, items)
         try:
+            now_reading_item(sample.source, sample.index)
             tokens, targets = self._count_tokens(sample, features)
             if tokens <= data.sample_tokens:
                 return MeasuredSample(sample, source, tokens, targets, items)
@@ -330,6 +347,8 @@ class _SampleMeasurer:
             return self._cut(MeasuredSample(sample, source, tokens, targets, items), features, reason)
         except BadConversationError as bad:
             return Quarantined.of(sample, bad.kind, str(bad))
+        except HostileFileError as error:
+            return Quarantined.of(sample, "deadly", str(error))
 
     def _cut(self, whole: MeasuredSample, features: MediaFeatures, reason: str) -> MeasuredSample | Quarantined:
         """Return the first tokens of a sample that is too long. reason: why it is."""

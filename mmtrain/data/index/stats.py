@@ -13,10 +13,13 @@ from mmtrain.data.callbacks import NotifyCallback
 from mmtrain.data.formats.read_source import read_samples
 from mmtrain.data.formats.sample import Quarantined, Sample
 from mmtrain.data.index.data_index import DataIndex, build_index
+from mmtrain.data.index.reading_bounds import reading_bounds
 from mmtrain.data.index.sample_lengths import HEADER_THREADS, notify_progress
 from mmtrain.data.media.audio import HOP_SAMPLES, SAMPLE_RATE_HZ, read_num_frames
 from mmtrain.data.media.images import read_image_size
 from mmtrain.data.media.media_bytes import BadMediaError
+from mmtrain.errors import HostileFileError
+from mmtrain.limited_reads import now_reading_item, read_within, reads_in_one_thread
 from mmtrain.recipe.settings.data_settings import AudioDataSettings, ImageSettings, LimitSettings, SourceSettings
 from mmtrain.recipe.settings.schema import Recipe
 
@@ -57,9 +60,13 @@ def compute_stats(sources: Sequence[SourceSettings], notify: NotifyCallback = la
     A sample with a medium that cannot be used counts only by its quarantine kind. `notify` is called while a large
     source is read. Raises `DataError` if a source cannot be read.
     """
-    entries = (entry for source in sources for entry in read_samples(source, LimitSettings()))
-    with ThreadPoolExecutor(HEADER_THREADS) as pool:
-        results = list(notify_progress(pool.map(_measure, entries), notify))
+
+    def read(notify_parent: NotifyCallback) -> list[tuple[float, ...] | str]:
+        entries = (entry for source in sources for entry in read_samples(source, LimitSettings()))
+        with ThreadPoolExecutor(1 if reads_in_one_thread() else HEADER_THREADS) as pool:
+            return list(notify_progress(pool.map(_measure, entries), notify_parent))
+
+    results = read_within(reading_bounds(LimitSettings(), sources), read, notify)
     rows = [result for result in results if not isinstance(result, str)]
     kinds = [result for result in results if isinstance(result, str)]
     names = ("characters of text", "images", "pixels of images", "videos", "seconds of sound")
@@ -71,13 +78,19 @@ def _measure(entry: Sample | Quarantined) -> tuple[float, ...] | str:
     """Return the measures of a sample, or its quarantine kind."""
     if isinstance(entry, Quarantined):
         return entry.kind
+    sizes: list[tuple[int, int]] = []
+    num_frames = 0
     try:
-        sizes = [
-            read_image_size(image, ImageSettings().max_source_pixels) for image in (*entry.images, *entry.target_images)
-        ]
-        num_frames = sum(read_num_frames(clip, _ANY_LENGTH, 1) for clip in entry.clips)
+        for image in (*entry.images, *entry.target_images):
+            now_reading_item(str(image))
+            sizes.append(read_image_size(image, ImageSettings().max_source_pixels))
+        for clip in entry.clips:
+            now_reading_item(str(clip))
+            num_frames += read_num_frames(clip, _ANY_LENGTH, 1)
     except BadMediaError as bad:
         return bad.kind
+    except HostileFileError:
+        return "deadly"
     num_characters = len(entry.tools) + sum(len(turn.text) + len(turn.fields) for turn in entry.turns)
     num_pixels = sum(width * height for width, height in sizes)
     seconds_of_sound = num_frames * HOP_SAMPLES / SAMPLE_RATE_HZ

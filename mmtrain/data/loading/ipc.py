@@ -6,9 +6,10 @@ import mmap
 import os
 import socket
 import struct
-import tempfile
 from collections.abc import Iterable, Sequence
 from typing import Any, Self
+
+from mmtrain.system_calls import open_memory_file
 
 _LENGTH = struct.Struct("<I")
 _MAX_FILES_PER_MESSAGE = 4
@@ -53,11 +54,7 @@ def _read_exactly(pipe: socket.socket, count: int) -> bytes:
 
 def create_memory_file(chunks: Iterable[memoryview]) -> int:
     """Write `chunks` into a file without a name, in memory, so that nothing is left when its users die."""
-    if hasattr(os, "memfd_create"):
-        file = os.memfd_create("mmtrain")
-    else:
-        with tempfile.TemporaryFile() as unnamed:
-            file = os.dup(unnamed.fileno())
+    file = open_memory_file()
     try:
         with open(file, "wb", closefd=False) as writer:
             for chunk in chunks:

@@ -37,9 +37,10 @@ class BlockCache:
         self._used = folder / "used"
         self._max_bytes = max_bytes
         try:
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # others need not see private data
-            self._blocks.mkdir(exist_ok=True)
-            self._locks.mkdir(exist_ok=True)
+            for private in (folder, self._blocks, self._locks):  # others need not see private data
+                private.mkdir(parents=True, exist_ok=True, mode=0o700)
+                with suppress(PermissionError):  # another user's, who decides
+                    private.chmod(0o700)
         except OSError as error:
             raise DataError(
                 f"{folder}: cannot be written ({error.strerror or error}), but remote files are cached there; set the "
@@ -69,9 +70,10 @@ class BlockCache:
             return
         temporary = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_native_id()}{_TEMPORARY}")
         try:
-            path.parent.mkdir(exist_ok=True)
+            path.parent.mkdir(exist_ok=True, mode=0o700)
             self._book(len(content))
-            temporary.write_bytes(content)
+            with open(temporary, "wb", opener=_open_private) as file:
+                file.write(content)
             temporary.rename(path)
         except OSError:
             with suppress(OSError):
@@ -82,7 +84,7 @@ class BlockCache:
         """Let one thread of one process fetch a block while the others wait for it."""
         name = self._path(url, version, number).name
         lock = self._locks / hashlib.sha256(name.encode()).hexdigest()[:2]
-        with lock.open("ab") as file:
+        with open(lock, "ab", opener=_open_private) as file:
             take_lock(file.fileno(), wait=True)  # without locks, some blocks are fetched twice
             yield
 
@@ -92,7 +94,7 @@ class BlockCache:
 
     def _book(self, num_bytes: int) -> None:
         """Add to the bytes in use, and remove old blocks first where that would be too much."""
-        with self._used.open("a+b") as file:
+        with open(self._used, "a+b", opener=_open_private) as file:
             take_lock(file.fileno(), wait=True)
             file.seek(0)
             text = file.read()
@@ -122,3 +124,8 @@ class BlockCache:
                     os.unlink(path)
                 left -= size
         return left
+
+
+def _open_private(path: str, flags: int) -> int:
+    """Open a file that no other user may read."""
+    return os.open(path, flags, 0o600)

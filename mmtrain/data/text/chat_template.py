@@ -82,6 +82,10 @@ class ChatTemplate:
             raise DataError(
                 f"data.tokenizer: {name}, line {error.lineno}: the chat template is not valid Jinja: {error.message}"
             ) from None
+        except Exception as error:  # of Python, which compiles what Jinja makes of it, and computes what is constant
+            raise DataError(
+                f"data.tokenizer: {name}: the chat template cannot be compiled: {type(error).__name__}: {error}"
+            ) from None
         _check_harmless(tree, name)
         self.name = name
         self.tree = tree

@@ -28,6 +28,7 @@ from mmtrain.families.model_folder import find_family
 from mmtrain.families.processor_files import read_processor
 from mmtrain.families.video_processors import VIDEO_TYPE_KEY
 from mmtrain.foreign_json import parse_json
+from mmtrain.limited_reads import now_reading_texts
 from mmtrain.recipe.settings.schema import Recipe
 from mmtrain.recipe.settings.text_settings import SpecialTokenSettings, ThoughtSettings
 
@@ -69,6 +70,7 @@ def load_tokenizer(
 
     Raises `DataError`, also for `special_tokens` and `thoughts` with mmtrain's own format, which knows neither.
     """
+    now_reading_texts(f"data.tokenizer: {path}")
     if not path.is_dir():
         if special_tokens != DEFAULT_SPECIAL_TOKENS:
             raise DataError(
@@ -86,9 +88,11 @@ def load_tokenizer(
         has_processor = family is not None and family.has_processor
     folder = read_tokenizer_folder(path, model_folder, has_processor)
     markups = {} if family is None else _markups(family, model_folder or path)
+    now_reading_texts(f"data.tokenizer: the chat template of {path}")
     tokenizer = TemplateTokenizer(folder, markups, has_processor, special_tokens, thoughts=thoughts)
     if folder.tool_template is None:
         return tokenizer
+    now_reading_texts(f"data.tokenizer: the chat template for tools of {path}")
     return ToolUseTokenizer(tokenizer, replace(folder, template=folder.tool_template), special_tokens, thoughts)
 
 

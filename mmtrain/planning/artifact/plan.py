@@ -51,10 +51,10 @@ class UnitPlan(_Frozen):
     Where the number of stages is no multiple of pp, the last pipeline ranks have a stage less.
     """
 
-    tp: int
-    pp: int
-    dp: int
-    vpp: int = 1
+    tp: int = Field(ge=1)
+    pp: int = Field(ge=1)
+    dp: int = Field(ge=1)
+    vpp: int = Field(1, ge=1)
     sp: bool = False  # sequence parallelism: the ranks of a TP group share the tokens between GEMMs
     shard: int | None = None  # replicas that hold one copy of the unit together (FSDP); None: each holds it whole
     # With `shard`: weights stay gathered from the first forward of a step to its last backward, and gradients and
@@ -93,6 +93,15 @@ class UnitPlan(_Frozen):
         if self.ep == 1:
             fields.pop("ep", None)
         return fields
+
+    @model_validator(mode="after")
+    def _mesh_has_as_many_ranks(self) -> "UnitPlan":
+        num_ranks = self.tp * self.cp * self.dp * self.pp
+        if len(self.ranks) != num_ranks or len(set(self.ranks)) != num_ranks:
+            raise ValueError(
+                f"{len(self.ranks)} ranks, {len(set(self.ranks))} of them different; {self.mesh_text} has {num_ranks}"
+            )
+        return self
 
     @model_validator(mode="after")
     def _stages_go_round_the_ranks(self) -> "UnitPlan":
@@ -406,6 +415,18 @@ class Plan(_Frozen):
     def sha256(self) -> str:
         """Fingerprint of the whole plan, by which traces and reports refer to it."""
         return hashlib.sha256(self.model_dump_json().encode("utf-8")).hexdigest()
+
+    @model_validator(mode="after")
+    def _ranks_exist(self) -> "Plan":
+        if LLM not in self.units:
+            raise ValueError(f"units are {', '.join(self.units)}; a plan has the unit {LLM}")
+        for name, unit in self.units.items():
+            if min(unit.ranks) < 0 or max(unit.ranks) >= self.world_size:
+                raise ValueError(
+                    f"unit {name} has the ranks {min(unit.ranks)} to {max(unit.ranks)}; with a world_size of "
+                    f"{self.world_size} they are 0 to {self.world_size - 1}"
+                )
+        return self
 
     @model_validator(mode="after")
     def _microbatches_of_every_unit(self) -> "Plan":

@@ -67,6 +67,8 @@ def require_match(plan: Plan, recipe: Recipe, world_size: int, hardware: str) ->
             f"the recipe: {changed} changed since it was planned "
             f"(plan {plan.recipe_sha256[:12]}, now {recipe_sha256[:12]})"
         )
+    if recipe.states_groups and plan.num_groups != recipe.train.num_groups:
+        differs.append(f"the groups of a step: plan {plan.num_groups}, now {recipe.train.num_groups}")
     if plan.world_size != world_size:
         differs.append(
             f"the number of ranks: plan {plan.world_size}, now {world_size}; start {plan.world_size} (a run that is "

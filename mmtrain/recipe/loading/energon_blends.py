@@ -10,9 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from mmtrain.errors import DataError
+from mmtrain.foreign_yaml import parse_yaml
 from mmtrain.recipe.raw_tree import KeyPath, Node, Origin, Problem, node_at, set_node, to_node
 
 METADATASET_SUFFIXES = (".yaml", ".yml")
@@ -121,10 +120,10 @@ def _read_file(path: Path, split: str, depth: int) -> list[BlendedDataset]:
     if depth > _MAX_DEPTH:
         raise DataError(f"{path}: metadatasets name each other more than {_MAX_DEPTH} deep, perhaps in a circle")
     try:
-        described = yaml.safe_load(path.read_bytes())
+        described = parse_yaml(path.read_bytes())
     except FileNotFoundError:
         raise DataError(f"{path}: no such file") from None
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+    except (OSError, ValueError) as error:
         raise DataError(f"{path}: cannot be read: {error}") from None
     kind = described.get("__class__") if isinstance(described, dict) else type(described).__name__
     if kind not in _KNOWN_CLASSES:

@@ -160,6 +160,13 @@ class LimitSettings(Section):
         affects={"plan", "lengths", "steps"},
         description="Most members of a tar shard or rows of a Parquet file. Those beyond are quarantined.",
     )
+    max_reading_bytes: Annotated[int, Field(ge=1 << 28)] = setting(
+        4 << 30,
+        affects={"lengths"},
+        added_later=True,
+        description="Most memory that reading sources may take besides the index itself, in bytes. A file that takes "
+        "more is named, and its samples are quarantined. Row groups of Parquet files of several GB need more.",
+    )
     redirect_hosts: tuple[Annotated[str, Field(pattern=r"^(\*\.)?[A-Za-z0-9.:_-]+$")], ...] = setting(
         (),
         affects=NOTHING,

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from mmtrain.process_end import expect_hang
+from mmtrain.redaction import Redactor
 from mmtrain.report.runlog import ANSWERS_FILE, METRICS_FILE, has_answers, is_step
 from mmtrain.report.scalars import step_scalars
-from mmtrain.report.trackers.redaction import Redactor
 from mmtrain.report.trackers.tracker import RunEnd, ShownAnswer, TrackedRun, Tracker
 
 MAX_TRACKER_FAILURES = 10  # in a row, after which a run leaves a tracker alone

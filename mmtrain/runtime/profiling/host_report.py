@@ -13,6 +13,7 @@ import psutil
 
 from mmtrain.costs.hardware import GIB
 from mmtrain.extras import CommandState, command_state
+from mmtrain.limited_reads import can_leave_network
 from mmtrain.machine_limits import machine_limits, num_available_cores
 from mmtrain.runtime.profiling.host_diagnostics import Diagnostic, host_diagnostics, package_diagnostics
 
@@ -53,7 +54,7 @@ def examine_host(folder: Path, commands: Sequence[str]) -> MachineReport:
         versions=_versions(),
         devices=[_host_line()],
         findings=[*findings, *network_diagnostics()],
-        network=network_lines(),
+        network=[*network_lines(), isolation_line()],
         commands=[command_state(command) for command in commands],
     )
 
@@ -101,6 +102,13 @@ def network_lines(env: Mapping[str, str] = os.environ) -> list[str]:
         lines.append(f"InfiniBand or RoCE devices: {', '.join(devices)}")
     chosen = [f"{name}={env[name]}" for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if env.get(name)]
     return [*(lines or ["none besides loopback"]), *chosen]
+
+
+def isolation_line() -> str:
+    """Say whether what reads files of others is without network here."""
+    if can_leave_network():
+        return "none for what reads files of others"
+    return "the kernel lets no process leave the network: what reads files of others keeps it"
 
 
 def network_diagnostics(env: Mapping[str, str] = os.environ) -> Iterator[Diagnostic]:

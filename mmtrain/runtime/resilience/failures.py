@@ -19,6 +19,7 @@ import torch.distributed as dist
 from mmtrain.durable_files import write_whole
 from mmtrain.errors import FolderTaken, RunError, StoppedAndSaved
 from mmtrain.program import Recv, Send, action_to_text
+from mmtrain.redaction import process_redactor
 from mmtrain.runtime.execution.activity import Activity
 from mmtrain.runtime.rendezvous import ranks_text
 from mmtrain.runtime.resilience.signals import stopped_early_text
@@ -108,7 +109,7 @@ def write_failure(run_dir: Path, failure: Failure) -> None:
     """Write this rank's report where the others find it."""
     path = _path(run_dir, failure.rank)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, json.dumps(asdict(failure)) + "\n")
+    write_whole(path, process_redactor()(json.dumps(asdict(failure))) + "\n")
 
 
 def read_failures(run_dir: Path) -> list[Failure]:
@@ -212,13 +213,13 @@ def report_failures(claim: FolderClaim, rank: int, activity: Activity, hosts: Se
         if not claim.is_held():
             raise
         kind: FailureKind = "lost peer" if is_lost_peer(error) else "error"
-        text = f"{type(error).__name__}: {error}"
+        text = process_redactor()(f"{type(error).__name__}: {error}")
         # A full disk or a lost mount must not hide the failure itself.
         with contextlib.suppress(OSError):
             if kind == "lost peer" and is_stopped_early(run_dir):
                 raise StoppedAndSaved(stopped_early_text("a signal to another rank")) from error
             write_failure(run_dir, describe_failure(rank, activity, kind, text))
-            stacks_path(run_dir, rank).write_text(traceback.format_exc(), encoding="utf-8")
+            stacks_path(run_dir, rank).write_text(process_redactor()(traceback.format_exc()), encoding="utf-8")
             if kind == "error" or read_run_state(run_dir).get("status") != "failed":
                 write_run_state(run_dir, "failed", error=f"rank {rank}: {text}")
             if kind == "lost peer" and hosts:

@@ -9,6 +9,7 @@ names it, and counts as alive while it is.
 """
 
 import contextlib
+import errno
 import os
 import socket
 import threading
@@ -85,7 +86,7 @@ class FolderLock:
             # Before taking the lock, which the launcher's next rank 0 must find free.
             if not force and self._is_kept(before):
                 raise UserError(_in_use(self._run_dir, before))
-            self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+            self._file = _open_lock(self._path, os.O_CREAT)
             is_free = self._take_os_lock()
             before = read_owner(self._run_dir)
             if not force and (not is_free or self._is_kept(before) or self._is_alive(before)):
@@ -175,7 +176,7 @@ class FolderLock:
                 self.is_lost = True
                 return
             with contextlib.suppress(OSError):  # a file server that is away may come back before the lease ends
-                os.utime(self._path)
+                os.utime(self._path, follow_symlinks=False)
                 if not self._has_os_lock:  # its holder, from whom we were told to take the folder, may have ended
                     self._take_os_lock()
 
@@ -197,11 +198,21 @@ class FolderKeeper:
         path = self._run_dir / LOCK_FILE
         # On a disk that fails now, the next run sees that this process is gone.
         with contextlib.suppress(OSError):
-            file = os.open(path, os.O_RDWR)
+            file = _open_lock(path)
             try:
                 _write_owner(file, path, replace(owner, released=True))
             finally:
                 os.close(file)
+
+
+def _open_lock(path: Path, flags: int = 0) -> int:
+    """Open a lock file for writing. Raises UserError for a link, by which the folder's giver would choose the file."""
+    try:
+        return os.open(path, os.O_RDWR | os.O_NOFOLLOW | flags, 0o644)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise UserError(f"{path}: is a symbolic link, which is not followed; remove it") from None
+        raise
 
 
 def _write_owner(file: int, path: Path, owner: FolderOwner) -> None:

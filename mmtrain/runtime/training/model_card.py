@@ -9,10 +9,11 @@ import yaml
 
 from mmtrain.errors import MmtrainError
 from mmtrain.families.hub_models import hub_name_of
+from mmtrain.foreign_yaml import parse_yaml
 from mmtrain.planning.artifact.plan_files import load_plan
 from mmtrain.recipe import Recipe
+from mmtrain.redaction import Redactor
 from mmtrain.report import read_metrics
-from mmtrain.report.trackers.redaction import Redactor
 from mmtrain.runtime.run_folder import PLAN_FILE
 from mmtrain.version import __version__
 
@@ -77,8 +78,8 @@ def _license_name(base: Path) -> str | None:
     """Return the licence that the card in a folder states; None if it has no card or states none."""
     try:
         match = _CARD_DATA.match((base / CARD_FILE).read_text(encoding="utf-8"))
-        data = yaml.safe_load(match[1]) if match else None
-    except (OSError, ValueError, yaml.YAMLError):
+        data = parse_yaml(match[1]) if match else None
+    except (OSError, ValueError):
         return None
     stated = data.get("license") if isinstance(data, dict) else None
     return stated if isinstance(stated, str) else None

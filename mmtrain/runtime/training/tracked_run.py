@@ -1,5 +1,6 @@
 """What trackers hear of a run before its first step, without credentials."""
 
+import json
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -9,12 +10,12 @@ import torch
 from mmtrain.errors import UserError
 from mmtrain.recipe import Recipe, dump_recipe
 from mmtrain.recipe.settings.base import flatten
+from mmtrain.redaction import Redactor
 from mmtrain.report import plan_table, read_metrics
 from mmtrain.report.report_contents import steady_medians
 from mmtrain.report.runlog import run_summary
 from mmtrain.report.trackers import TrackedRun, TrackerFeeds, open_trackers
 from mmtrain.report.trackers.git_state import read_git_state
-from mmtrain.report.trackers.redaction import Redactor
 from mmtrain.runtime.training.rank_run import RankRun
 from mmtrain.runtime.training.run_records import RunRecords
 from mmtrain.version import __version__
@@ -56,9 +57,10 @@ def describe_run(run: RankRun, redact: Redactor) -> TrackedRun:
 def require_no_credentials(recipe: Recipe, redact: Redactor) -> None:
     """Raise UserError for a setting that holds a credential: the run's folder keeps the recipe as it is."""
     for key, value in flatten_settings(recipe).items():
-        if isinstance(value, str) and redact(value) != value:
+        text = value if isinstance(value, str) else json.dumps(value)
+        if redact(text) != text:
             raise UserError(
-                f"{key}: holds what looks like a credential: {redact(value)!r}. The run's folder and its trackers "
+                f"{key}: holds what looks like a credential: {redact(text)!r}. The run's folder and its trackers "
                 "would show it; put it into the environment of the process, and leave it out of the recipe"
             )
 

@@ -8,11 +8,11 @@ from mmtrain.data.stream.count_steps import estimate_epoch, with_counted_steps
 from mmtrain.errors import LaunchError, StoppedAndSaved
 from mmtrain.planning.artifact.plan import Plan
 from mmtrain.recipe import Recipe
+from mmtrain.redaction import Redactor
 from mmtrain.report import read_metrics
 from mmtrain.report.epoch_text import epoch_text
 from mmtrain.report.runlog import run_summary
 from mmtrain.report.trackers import require_trackers
-from mmtrain.report.trackers.redaction import Redactor
 from mmtrain.runtime.evaluation.metrics import find_metrics
 from mmtrain.runtime.execution.activity import AWAITING_PLAN, PLANNING
 from mmtrain.runtime.execution.precision import set_determinism

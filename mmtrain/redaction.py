@@ -1,14 +1,19 @@
 """Keep credentials out of what a run writes, prints and shows to trackers."""
 
+import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import cache
+from urllib.parse import unquote
 
 MASK = "***"
 MIN_SECRET_CHARACTERS = 8  # shorter values, such as `1` or `true`, stand in too many texts
 _SECRET_NAME = re.compile(
     r"(^|_)(API_?KEY|ACCESS_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|PAT|AUTH|DSN)($|_)"
 )
+_HEADERS = "FSSPEC_"  # start of variables that hold settings of file systems as JSON, headers among them
+_URL_PASSWORD = re.compile(r"://[^\s/@:]*:([^\s/@]+)@")
 _CONNECTION_URL = re.compile(r"(?P<scheme>\b[a-zA-Z][a-zA-Z0-9+.-]*://)[^\s/@'\"]+@")
 # Names of query parameters that sign or authorize a request at AWS, Azure, Google and elsewhere.
 _QUERY_SECRET = re.compile(
@@ -32,11 +37,8 @@ class Redactor:
     """Masks credentials in texts: those of the environment by value, others by their form."""
 
     def __init__(self, env: Mapping[str, str] = os.environ) -> None:
-        secrets = {
-            value.strip()
-            for name, value in env.items()
-            if _SECRET_NAME.search(name.upper()) and len(value.strip()) >= MIN_SECRET_CHARACTERS
-        }
+        secrets = {secret for name, value in env.items() for secret in _secrets_in(name, value.strip())}
+        secrets = {secret for secret in secrets if len(secret) >= MIN_SECRET_CHARACTERS}
         # The longest first: one may begin with another. Paths name where a secret is.
         texts = sorted((s for s in secrets if not os.path.exists(s)), key=len, reverse=True)
         self._secrets = re.compile("|".join(map(re.escape, texts))) if texts else None
@@ -53,3 +55,38 @@ class Redactor:
         text = _QUERY_SECRET.sub(rf"\g<name>{MASK}", text)
         text = _NAMED_SECRET.sub(rf"\g<name>\g<quote>{MASK}", text)
         return _TOKEN.sub(MASK, text)
+
+
+def _secrets_in(name: str, value: str) -> Iterator[str]:
+    """Yield what is secret in a variable of the environment."""
+    if _SECRET_NAME.search(name.upper()):
+        yield value
+    for password in _URL_PASSWORD.findall(value):  # as of a proxy
+        yield password
+        yield unquote(password)
+    if name.upper().startswith(_HEADERS):
+        try:
+            settings = json.loads(value)
+        except (ValueError, RecursionError):
+            yield value
+            return
+        for text in _texts_in(settings):
+            yield text
+            yield text.rpartition(" ")[2]  # without `Bearer`
+
+
+def _texts_in(value: object) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for inner in value.values():
+            yield from _texts_in(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _texts_in(inner)
+
+
+@cache
+def process_redactor() -> Redactor:
+    """Return the redactor of this process, by the environment that it had when it first needed one."""
+    return Redactor()

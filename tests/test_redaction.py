@@ -1,11 +1,15 @@
 """Credentials of any form are masked, and other texts stay as they are."""
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from mmtrain.redaction import Redactor
 from mmtrain.report.trackers.git_state import read_git_state
-from mmtrain.report.trackers.redaction import Redactor
 
 
 @pytest.mark.parametrize(
@@ -60,3 +64,38 @@ def test_values_of_the_environment_are_masked_wherever_they_stand(tmp_path: Path
 def test_git_state_outside_of_git_is_empty(tmp_path: Path) -> None:
     assert read_git_state(tmp_path) == {}
     assert read_git_state(tmp_path / "missing") == {}
+
+
+def test_credentials_in_headers_and_proxies_of_the_environment_are_masked() -> None:
+    headers = {"X-Session": "opaque-1234", "Authorization": "Bearer ab-7654321"}
+    redact = Redactor(
+        {
+            "FSSPEC_HTTP": json.dumps({"client_kwargs": {"headers": headers}}),
+            "HTTPS_PROXY": "http://lab:pass%40word1@proxy:3128",
+        }
+    )
+    assert redact("asked with opaque-1234 and ab-7654321, by pass@word1 or pass%40word1") == (
+        "asked with *** and ***, by *** or ***"
+    )
+
+
+SECRETS = {
+    "LAB_API_KEY": "env-secret-0123",
+    "FSSPEC_HTTP": '{"headers": {"X-Session": "header-secret-0123"}}',
+    "HTTPS_PROXY": "http://me:proxy-secret-0123@host:1",
+}
+PRINTING = """
+import os, sys
+from mmtrain.printed_text import escape_output
+escape_output()
+url = "https://me:url-secret-0123@host/x?sig=query-secret-0123"
+print(os.environ["LAB_API_KEY"], url)
+raise OSError(f"headers {os.environ['FSSPEC_HTTP']} through {os.environ['HTTPS_PROXY']}: {url}")
+"""
+
+
+def test_tracebacks_show_no_credentials() -> None:
+    done = subprocess.run([sys.executable, "-c", PRINTING], env=os.environ | SECRETS, capture_output=True, text=True)
+    assert "Traceback" in done.stderr
+    assert done.stdout.startswith("*** https://***@host/x?sig=***")
+    assert "secret-0123" not in (done.stdout + done.stderr).replace(PRINTING, "")
