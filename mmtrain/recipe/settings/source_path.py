@@ -12,6 +12,7 @@ from pydantic_core import PydanticCustomError
 _URL = re.compile(r"([a-z][a-z0-9+.-]*)://(.*)", re.IGNORECASE | re.DOTALL)
 _HUB_SPLIT = re.compile(r"(hf://datasets/[^/?#]+/[^/?#]+)/?\?split=([\w.-]+)", re.IGNORECASE)
 _LOCAL_PROTOCOLS = ("file", "local")
+READ_ONLY_PROTOCOLS = ("http", "https", "hf")  # as data is read: a model's repository takes commits, not files
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from mmtrain.recipe.settings.base import NOTHING, PositiveFloat, PositiveInt, Section, setting
 from mmtrain.recipe.settings.metric_names import MetricNames, higher_is_better
+from mmtrain.recipe.settings.source_path import READ_ONLY_PROTOCOLS, RemotePath, SourcePath
 
 DecayRate = Annotated[float, Field(ge=0, lt=1)]
 BatchUnit = Literal["samples", "tokens"]
@@ -174,6 +175,14 @@ class CheckpointSettings(Section):
     max_failures: PositiveInt = setting(
         3, affects=NOTHING, description="Failed saves in a row (for example on a full disk) before the run ends."
     )
+    remote: SourcePath | None = setting(
+        None,
+        affects=NOTHING,
+        added_later=True,
+        description="The URL of a place in an object store, as `s3://bucket/run`, to which complete checkpoints are "
+        "copied beside the training, and from which `--resume` fetches the newest one where the run's folder has none "
+        "as new. Hugging Face folders of `hf_every` follow. Credentials come from the environment. Default: none.",
+    )
     hf_every: int = setting(
         0,
         ge=0,
@@ -196,6 +205,17 @@ class CheckpointSettings(Section):
         description="What they hold: the `model` with adapters merged, the `adapter` alone for `peft`, or the image "
         "`generator` alone for `diffusers`.",
     )
+
+    @model_validator(mode="after")
+    def _check_remote(self) -> Self:
+        place, problems = self.remote, []
+        if place is not None and not (isinstance(place, RemotePath) and place.protocol not in READ_ONLY_PROTOCOLS):
+            found = f"the protocol {place.protocol}" if isinstance(place, RemotePath) else f"the path {place}"
+            problems.append(
+                f"remote: found {found}; allowed: the URL of an object store that takes files, as s3://bucket/run, "
+                "gs://bucket/run or az://container/run. A folder of this machine is the run's own (run_dir)"
+            )
+        return self._without(problems)
 
     @model_validator(mode="after")
     def _check_folders(self) -> Self:
