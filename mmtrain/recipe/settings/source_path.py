@@ -131,3 +131,14 @@ SourcePath = Annotated[
     PlainSerializer(str, return_type=str, when_used="json"),
     WithJsonSchema({"type": "string", "format": "path"}),
 ]
+
+
+def require_object_store(name: str, place: Path | RemotePath) -> str:
+    """Return the URL of an object store that files can be written to. Raises ValueError for any other place."""
+    if isinstance(place, RemotePath) and place.protocol not in READ_ONLY_PROTOCOLS:
+        return place.url.rstrip("/")
+    found = f"the protocol {place.protocol}" if isinstance(place, RemotePath) else f"the path {place}"
+    raise ValueError(
+        f"{name}: found {found}; allowed: the URL of an object store that takes files, as s3://bucket/run, "
+        "gs://bucket/run or az://container/run"
+    )

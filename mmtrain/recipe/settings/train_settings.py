@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from mmtrain.recipe.settings.base import NOTHING, PositiveFloat, PositiveInt, Section, setting
 from mmtrain.recipe.settings.metric_names import MetricNames, higher_is_better
-from mmtrain.recipe.settings.source_path import READ_ONLY_PROTOCOLS, RemotePath, SourcePath
+from mmtrain.recipe.settings.source_path import SourcePath, require_object_store
 
 DecayRate = Annotated[float, Field(ge=0, lt=1)]
 BatchUnit = Literal["samples", "tokens"]
@@ -208,13 +208,12 @@ class CheckpointSettings(Section):
 
     @model_validator(mode="after")
     def _check_remote(self) -> Self:
-        place, problems = self.remote, []
-        if place is not None and not (isinstance(place, RemotePath) and place.protocol not in READ_ONLY_PROTOCOLS):
-            found = f"the protocol {place.protocol}" if isinstance(place, RemotePath) else f"the path {place}"
-            problems.append(
-                f"remote: found {found}; allowed: the URL of an object store that takes files, as s3://bucket/run, "
-                "gs://bucket/run or az://container/run. A folder of this machine is the run's own (run_dir)"
-            )
+        problems = []
+        if self.remote is not None:
+            try:
+                require_object_store("remote", self.remote)
+            except ValueError as error:
+                problems.append(f"{error}. A folder of this machine is the run's own (run_dir)")
         return self._without(problems)
 
     @model_validator(mode="after")
