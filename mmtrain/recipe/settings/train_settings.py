@@ -461,10 +461,17 @@ class TrainSettings(Section):
     init_from: Path | None = setting(
         None,
         affects=NOTHING,
-        description="The folder of another run, whose newest good checkpoint gives the weights to start from, that of "
-        "an adapter in the form of `peft` for `model.hf`, or one of torch.distributed.checkpoint (DCP) with the names "
-        "of the Hugging Face folder. The optimizer and the data start anew. Relative paths start at the recipe's "
-        "folder. Default: the weights of `model.hf`, or random ones.",
+        description="The folder of another run, whose checkpoint (see `init_checkpoint`) gives the weights to start "
+        "from, that of an adapter in the form of `peft` for `model.hf`, or one of torch.distributed.checkpoint (DCP) "
+        "with the names of the Hugging Face folder. The optimizer and the data start anew. Relative paths start at the "
+        "recipe's folder. Default: the weights of `model.hf`, or random ones.",
+    )
+    init_checkpoint: Literal["newest", "best"] | PositiveInt = setting(
+        "newest",
+        affects=NOTHING,
+        added_later=True,
+        description="Which checkpoint of the run in `init_from`: the `newest` good one, the `best` one by its "
+        "`train.best`, or that of a step.",
     )
     init_optimizer: bool = setting(
         False,
