@@ -46,10 +46,10 @@ def test_a_write_that_fails_leaves_nothing(
 
     def broken() -> Iterator[bytes]:
         yield content
-        raise OSError(5, "Input/output error")
+        raise OSError(5, "Input/output error", "here.bin")
 
     assert not store.write("damaged", lambda: [content], "0" * 64)
-    with pytest.raises(StorageAwayError, match="Input/output error"):
+    with pytest.raises(RemoteReadError, match=r"run/broken: not written: here\.bin: Input/output error"):
         store.write("broken", broken)
     assert store.sizes() == {}
 

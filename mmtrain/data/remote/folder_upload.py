@@ -32,9 +32,13 @@ def upload_folder(store: ObjectStore, folder: Path, prefix: str = "") -> None:
 
 
 def remove_folder(store: ObjectStore, prefix: str) -> None:
-    """Remove a folder of a store; what a kill leaves there is marked as not complete. Raises `RemoteReadError`."""
-    store.write(f"{prefix}/{MARK}", lambda: [b"not complete\n"])
+    """Remove a folder of a store, if there is one; what a kill leaves has a mark. Raises `RemoteReadError`."""
     names = store.sizes(prefix)
+    if not names:
+        return
+    mark = f"{prefix}/{MARK}"
+    store.write(mark, lambda: [b"not complete\n"])
+    names.setdefault(mark, 0)
     for name in sorted(names, key=lambda name: name.endswith(f"/{MARK}")):
         store.remove(name)
 

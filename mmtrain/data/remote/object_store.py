@@ -17,6 +17,7 @@ from mmtrain.errors import RemoteReadError
 PIECE_BYTES = 16 << 20  # read with one request, and handed to the writer at once
 PART_BYTES = 64 << 20  # of an upload in parts; S3 takes 10,000 of them: objects of up to 640 GB
 _PROBE = ".mmtrain-can-write"
+Chunks = Iterable[bytes | memoryview]
 
 
 @dataclass(frozen=True)
@@ -68,15 +69,15 @@ class ObjectStore:
         for start in range(0, version.num_bytes, PIECE_BYTES):
             yield self.files.read(url, start, min(start + PIECE_BYTES, version.num_bytes), version)[1]
 
-    def write(self, name: str, chunks: Callable[[], Iterable[bytes | memoryview]], sha256: str | None = None) -> bool:
+    def write(self, name: str, chunks: Callable[[], Chunks], sha256: str | None = None) -> bool:
         """Write an object, in parts if it is large; every attempt reads `chunks()` from the start.
 
         Return False, and write nothing, if the bytes do not have the sum `sha256`: they are damaged on this machine.
-        Raises `RemoteReadError` for what the store does not take.
+        Raises `RemoteReadError` for what the store does not take, and for what cannot be read here.
         """
         url = self.place(name)
         try:
-            return self.files.repeat(url, lambda files: _write(files, url, chunks(), sha256))
+            return self.files.repeat(url, lambda files: _write(files, url, _readable(url, chunks), sha256))
         except FileNotFoundError:
             raise RemoteReadError(
                 f"{url}: cannot be written: there is no such bucket; create it, or name another one"
@@ -106,7 +107,15 @@ def _path(files: Any, url: str) -> str:
     return str(files._strip_protocol(url))
 
 
-def _write(files: Any, url: str, chunks: Iterable[bytes | memoryview], sha256: str | None) -> bool:
+def _readable(url: str, chunks: Callable[[], Chunks]) -> Iterator[bytes | memoryview]:
+    """Yield chunks; tell errors of this machine's disk from those of the store, which are repeated."""
+    try:
+        yield from chunks()
+    except OSError as error:
+        raise RemoteReadError(f"{url}: not written: {error.filename}: {error.strerror or error}") from None
+
+
+def _write(files: Any, url: str, chunks: Chunks, sha256: str | None) -> bool:
     """Write one object, or nothing: a file of `fsspec` that is closed, also by an error, would leave its first part."""
     digest = hashlib.sha256()
     file = files.open(_path(files, url), "wb", block_size=PART_BYTES)

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from mmtrain.checkpoint import Ranks, SavingRun, find
+from mmtrain.checkpoint.folders import age
 from mmtrain.checkpoint.manifest import Manifest
 from mmtrain.checkpoint.remote_copies import CopyReport, copy_checkpoints, fetch_newest, stored_checkpoints
 from mmtrain.checkpoint.retention import Rating
@@ -96,19 +97,37 @@ def _describe(report: CopyReport, store: ObjectStore) -> list[str]:
 
 
 def _copy_hugging_face_folders(root: Path, store: ObjectStore, keep: int | None) -> list[str]:
+    """Upload the folders that the store lacks, or has of another course of the run, and keep as many as on the disk."""
     lines = []
-    for folder in find(root):
-        prefix = f"{HUGGING_FACE_FOLDER}/{folder.name}"
-        if not is_uploaded(store, prefix):
-            upload_folder(store, folder, prefix)
-            lines.append(f"copied {prefix} to {store.url}")
+    folders = find(root)
+    for folder in folders:
+        prefix, source = f"{HUGGING_FACE_FOLDER}/{folder.name}", f"{HUGGING_FACE_FOLDER}/.{folder.name}"
+        identity = _identity(folder)
+        if is_uploaded(store, prefix) and source in store.sizes(HUGGING_FACE_FOLDER) and store.read(source) == identity:
+            continue
+        if not folder.exists():  # the run keeps fewer
+            continue
+        remove_folder(store, prefix)
+        upload_folder(store, folder, prefix)
+        store.write(source, partial(_once, identity))
+        lines.append(f"copied {prefix} to {store.url}")
     if keep is not None:
-        here = {folder.name for folder in find(root)}
-        there = sorted({name.split("/")[1] for name in store.sizes(HUGGING_FACE_FOLDER)}, reverse=True)
-        for name in there[keep:]:
-            if name not in here:
-                remove_folder(store, f"{HUGGING_FACE_FOLDER}/{name}")
+        stored = {Path(name).parts[1] for name in store.sizes(HUGGING_FACE_FOLDER)}
+        newest_first = sorted((name for name in stored if age(Path(name))), reverse=True)
+        for name in {*newest_first[keep:]} - {folder.name for folder in folders}:
+            remove_folder(store, f"{HUGGING_FACE_FOLDER}/{name}")
+            store.remove(f"{HUGGING_FACE_FOLDER}/.{name}")
     return lines
+
+
+def _identity(folder: Path) -> bytes:
+    """Return what tells a folder from one of the same name that was written at another time; it never changes."""
+    files = sorted((path, path.stat()) for path in folder.rglob("*") if path.is_file())
+    return "\n".join(f"{path.name} {status.st_size} {status.st_mtime_ns}" for path, status in files).encode()
+
+
+def _once(content: bytes) -> list[bytes]:
+    return [content]
 
 
 def fetch_run(
