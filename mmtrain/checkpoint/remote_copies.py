@@ -11,8 +11,9 @@ upload that was cut off goes on with the files that are missing, if the checkpoi
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Protocol
 
@@ -30,7 +31,7 @@ from mmtrain.checkpoint.storage import (
     Storage,
     ignore_progress,
 )
-from mmtrain.checkpoint.verify_files import complete, read_manifest
+from mmtrain.checkpoint.verify_files import complete
 from mmtrain.errors import CheckpointError
 
 STORED_FOLDER = "checkpoints"
@@ -88,7 +89,7 @@ def copy_checkpoints(root: Path, store: CopyStore, keep: int) -> CopyReport:
     checkpoint may be in the store alone. What is newer there than the newest of `root`, or differs under the same name,
     is of a course that the run left; it moves to the folder `abandoned` of the store.
     """
-    on_disk = {folder.name: folder for folder in layout.find(root) if complete(folder)}
+    on_disk = _read_manifests(root)
     report = CopyReport()
     if not on_disk:
         return report
@@ -97,19 +98,18 @@ def copy_checkpoints(root: Path, store: CopyStore, keep: int) -> CopyReport:
         _set_aside(store, name, objects.pop(name), next(iter(on_disk)))
         report.set_aside.append(name)
     stored = _complete(objects)
-    ratings: dict[str, Rating | None] = {}
 
+    @cache
     def rate(name: str) -> Rating | None:
-        if name not in ratings:
-            ratings[name] = Rating.of(
-                read_manifest(on_disk[name]) if name in on_disk else _stored_manifest(store, name)
-            )
-        return ratings[name]
+        try:
+            return Rating.of(Manifest.from_bytes(on_disk[name] if name in on_disk else _manifest_bytes(store, name)))
+        except CheckpointError:  # damaged in the store
+            return None
 
     worth = worth_keeping(_newest_first({*on_disk, *stored}), keep, rate)
     for name in worth:
         if name in on_disk and name not in stored:
-            _upload_one(store, on_disk[name], objects.get(name, {}), report)
+            _upload_one(store, root / name, on_disk[name], objects.get(name, {}), report)
     for name, its_objects in objects.items():
         mark = _object(name, _MARK)
         if mark in its_objects and name in stored:  # a kill came right after the manifest
@@ -215,6 +215,16 @@ def _report(ranks: Ranks, on_bad: Callable[[str], None], store: CopyStore, name:
         on_bad(f"checkpoint {name} in {store.url} is damaged and not used: {'; '.join(problems)}")
 
 
+def _read_manifests(root: Path) -> dict[str, bytes]:
+    """Return the manifests of the complete checkpoints on the disk, newest first; the run removes some meanwhile."""
+    manifests = {}
+    for folder in layout.find(root):
+        with suppress(OSError):
+            if complete(folder):
+                manifests[folder.name] = (folder / layout.MANIFEST).read_bytes()
+    return manifests
+
+
 def _by_checkpoint(store: CopyStore) -> dict[str, dict[str, int]]:
     """Return the objects of each checkpoint, complete or not, with their bytes, by the checkpoint's name."""
     found: dict[str, dict[str, int]] = {}
@@ -251,20 +261,15 @@ def _manifest_text(store: CopyStore, name: str) -> str:
     return _manifest_bytes(store, name).decode(errors="replace")  # what is damaged has another sum
 
 
-def _stored_manifest(store: CopyStore, name: str) -> Manifest:
-    return Manifest.from_bytes(_manifest_bytes(store, name))
-
-
 def _of_another_course(
-    store: CopyStore, objects: Mapping[str, Mapping[str, int]], on_disk: Mapping[str, Path]
+    store: CopyStore, objects: Mapping[str, Mapping[str, int]], on_disk: Mapping[str, bytes]
 ) -> list[str]:
     """Return the complete checkpoints of a store that this run has left, or never had; `on_disk`: newest first."""
     newest = _age(next(iter(on_disk)))
     return [
         name
         for name in _complete(objects)
-        if _age(name) > newest
-        or (name in on_disk and _manifest_bytes(store, name) != (on_disk[name] / layout.MANIFEST).read_bytes())
+        if _age(name) > newest or (name in on_disk and _manifest_bytes(store, name) != on_disk[name])
     ]
 
 
@@ -275,16 +280,15 @@ def _set_aside(store: CopyStore, name: str, its_objects: Mapping[str, int], newe
         store.move(stored, f"{ABANDONED}/after-{newest}/{stored.removeprefix(f'{STORED_FOLDER}/')}")
 
 
-def _upload_one(store: CopyStore, folder: Path, there: Mapping[str, int], report: CopyReport) -> None:
+def _upload_one(store: CopyStore, folder: Path, text: bytes, there: Mapping[str, int], report: CopyReport) -> None:
     held = hold(folder)  # so that the run does not remove it meanwhile
-    if held is None:
-        return
-    (report.uploaded if _upload(store, folder, there) else report.damaged).append(folder.name)
+    if held is not None:
+        (report.uploaded if _upload(store, folder, text, there) else report.damaged).append(folder.name)
 
 
-def _upload(store: CopyStore, folder: Path, there: Mapping[str, int]) -> bool:
+def _upload(store: CopyStore, folder: Path, text: bytes, there: Mapping[str, int]) -> bool:
     """Upload the files of a checkpoint that are not there, and its manifest last; return False if one is damaged."""
-    manifest, text, mark = read_manifest(folder), (folder / layout.MANIFEST).read_bytes(), _object(folder.name, _MARK)
+    manifest, mark = Manifest.from_bytes(text), _object(folder.name, _MARK)
     if mark not in there or store.read(mark) != text:
         _remove(store, there)
         there = {}

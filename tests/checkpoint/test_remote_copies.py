@@ -223,6 +223,15 @@ def test_a_damaged_copy_is_reported_and_the_next_one_fetched(root: Path, store: 
     assert [path.name for path in elsewhere.iterdir() if path.name.startswith("draft")] == []
 
 
+def test_a_damaged_manifest_in_the_store_stops_no_copy(root: Path, store: FailingStore) -> None:
+    save_steps(root, 1, 2)
+    copy_checkpoints(root, store, keep=2)
+    store.write(f"checkpoints/{NAMES[2]}/manifest.json", lambda: [b"{}"])
+    save_steps(root, 3)
+    assert copy_checkpoints(root, store, keep=2).uploaded == [NAMES[0]]
+    assert stored_checkpoints(store) == NAMES[:2]
+
+
 def test_a_file_damaged_on_the_disk_is_not_uploaded(root: Path, store: FailingStore) -> None:
     save_steps(root, 1)
     file = root / NAMES[2] / "rank-00001.safetensors"

@@ -72,6 +72,17 @@ def test_what_a_store_answers_is_said_without_secrets(
     assert SECRET not in str(error.value)
 
 
+def test_folders_whose_names_begin_alike_are_apart(server: ObjectServer) -> None:
+    """A step that a run came to again is `step-00000003-2`."""
+    store = ObjectStore.at("s3://bucket/run")
+    names = ["hf/step-00000003/a", "hf/step-00000003-2/a", "hf/step-00000003-2/b"]
+    for name in names:
+        store.write(name, lambda: [b"x"])
+    assert ObjectStore.at("s3://bucket/ru").sizes() == {}
+    assert list(store.sizes("hf/step-00000003")) == names[:1]
+    assert sorted(store.sizes()) == sorted(names)
+
+
 def test_a_bucket_that_is_missing_is_named(server: ObjectServer) -> None:
     with pytest.raises(RemoteReadError, match=r"s3://none/run/.*: cannot be written: there is no such bucket; create"):
         ObjectStore.at("s3://none/run").require_writable()
