@@ -140,9 +140,9 @@ def fetch_newest(
     storage = MonitoredStorage(LocalStorage(), progress)
 
     def list_others() -> list[str]:
-        own = [folder.name for folder in layout.find(root) if complete(folder)]
-        others = (name for name in stored_checkpoints(store) if name not in own)
-        return [name for name in others if is_wanted is not None or not own or _age(name) > _age(own[0])]
+        on_disk = [folder.name for folder in layout.find(root) if complete(folder)]
+        others = (name for name in stored_checkpoints(store) if name not in on_disk)
+        return [name for name in others if is_wanted is not None or not on_disk or _age(name) > _age(on_disk[0])]
 
     for name in ranks.from_zero(f"listing the checkpoints in {store.url}", list_others):
         text = ranks.from_zero(f"reading the manifest of {name} in {store.url}", partial(_manifest_text, store, name))
@@ -173,10 +173,10 @@ def _fetch(
         problems.append(str(error))
     except Exception as error:  # others would wait for this rank
         failure = describe(error)
-    found = ranks.gather([problems, failure])
+    outcomes = ranks.gather([problems, failure])
 
     def commit() -> str | list[str]:
-        of_ranks = found or []
+        of_ranks = outcomes or []
         failures = [f"rank {rank}: {failure}" for rank, (_, failure) in enumerate(of_ranks) if failure]
         all_problems = [problem for problems, _ in of_ranks for problem in problems]
         if failures or all_problems:
@@ -227,12 +227,12 @@ def _read_manifests(root: Path) -> dict[str, bytes]:
 
 def _by_checkpoint(store: CopyStore) -> dict[str, dict[str, int]]:
     """Return the objects of each checkpoint, complete or not, with their bytes, by the checkpoint's name."""
-    found: dict[str, dict[str, int]] = {}
+    objects: dict[str, dict[str, int]] = {}
     for name, size in store.sizes(STORED_FOLDER).items():
         folder, _, rest = name.removeprefix(f"{STORED_FOLDER}/").partition("/")
         if rest and layout.age(Path(folder)) is not None:
-            found.setdefault(folder, {})[name] = size
-    return found
+            objects.setdefault(folder, {})[name] = size
+    return objects
 
 
 def _complete(objects: Mapping[str, Mapping[str, int]]) -> list[str]:

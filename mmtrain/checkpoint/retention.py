@@ -32,14 +32,15 @@ def worth_keeping(checkpoints: Sequence[T], keep: int, rate: Callable[[T], Ratin
 
     checkpoints: newest first. rate: returns None for one that is not complete; no more are rated than must be.
     """
-    newest = list(checkpoints[:keep])
-    trusted = next((one for one in checkpoints if (rating := rate(one)) is not None and rating.is_trusted), None)
-    named = newest if trusted is None or trusted in newest else [*newest, trusted]
-    best_steps = {rating.best_step for one in named if (rating := rate(one)) is not None} - {None}
+    naming = list(checkpoints[:keep])
+    trusted = next((item for item in checkpoints if (rating := rate(item)) is not None and rating.is_trusted), None)
+    if trusted is not None:
+        naming.append(trusted)
+    best_steps = {rating.best_step for item in naming if (rating := rate(item)) is not None} - {None}
     best: dict[int, T] = {}
     if best_steps:
-        for one in checkpoints:
-            rating = rate(one)
+        for item in checkpoints:
+            rating = rate(item)
             if rating is not None and rating.step in best_steps:
-                best.setdefault(rating.step, one)
-    return [one for one in checkpoints if one in named or one in best.values()]
+                best.setdefault(rating.step, item)
+    return [item for item in checkpoints if item in naming or item in best.values()]

@@ -189,10 +189,10 @@ def _retire(saved: Path, keep: int, ranks: Ranks, storage: Storage, run: SavingR
     # Rank 0 lists for all ranks: other ranks may see the folder at another moment.
     folders = [Path(text) for text in ranks.from_zero(f"listing the checkpoints in {root}", find_up_to_saved)]
     newest = folders[:keep]
-    kept = ranks.from_zero(
+    needed = ranks.from_zero(
         f"rating the checkpoints in {root}", lambda: [str(path) for path in _needed(folders, keep, run)]
     )
-    old = [folder for folder in folders if str(folder) not in kept]
+    old = [folder for folder in folders if str(folder) not in needed]
     if not old or verify_together(newest[min(2, keep) - 1], ranks, progress):
         return
 

@@ -47,8 +47,8 @@ class ObjectStore:
         def find(files: Any) -> dict[str, int]:
             files.invalidate_cache()  # or a listing from before would answer
             root = str(files._strip_protocol(self.url)).strip("/")
-            found = files.find(files._strip_protocol(folder), detail=True)
-            return {path.strip("/").removeprefix(f"{root}/"): int(info["size"]) for path, info in found.items()}
+            infos = files.find(files._strip_protocol(folder), detail=True)
+            return {path.strip("/").removeprefix(f"{root}/"): int(info["size"]) for path, info in infos.items()}
 
         try:
             return self.files.repeat(folder, find)

@@ -56,8 +56,8 @@ def check_store(recipe: Recipe, *, may_hold_run: bool, notify: Callable[[str], N
             f"train.checkpoint.remote: {store.url} holds a run already, up to {stored[0]}: continue it with --resume, "
             "or name another place"
         )
-    held = f", which holds {len(stored)}, up to {stored[0]}" if stored else ""
-    notify(f"checkpoints are copied to {store.url}{held}")
+    contents = f", which holds {len(stored)}, up to {stored[0]}" if stored else ""
+    notify(f"checkpoints are copied to {store.url}{contents}")
     return bool(stored)
 
 
@@ -154,7 +154,7 @@ def fetch_run(
         return Rating.of(manifest).is_trusted if go_back.step is None else manifest.step == go_back.step
 
     root = run_dir / CHECKPOINTS_FOLDER
-    own = ranks.from_zero(f"listing the checkpoints in {root}", lambda: [folder.name for folder in find(root)])
+    on_disk = ranks.from_zero(f"listing the checkpoints in {root}", lambda: [folder.name for folder in find(root)])
     is_wanted = None if go_back is None else is_target
     fetched = fetch_newest(root, store, ranks, run, on_bad=notify, progress=progress, is_wanted=is_wanted)
     if fetched is None:
@@ -164,7 +164,7 @@ def fetch_run(
         for name in _RECORDS:
             if not (run_dir / name).exists() and name in store.sizes():
                 write_whole(run_dir / name, store.read(name).decode())
-        newer = f", which is newer than {own[0]} in {root}" if own else ""
+        newer = f", which is newer than {on_disk[0]} in {root}" if on_disk else ""
         notify(f"fetched {fetched.name} from {store.url}{newer}")
 
     ranks.from_zero(f"fetching the records of the run from {store.url}", fetch_records)
