@@ -88,8 +88,8 @@ EXTRAS = (
     Extra(
         "remote",
         {"fsspec": "fsspec", "aiohttp": "aiohttp"},
-        "sources on servers (URLs)",
-        used_by=_DATA_READING_COMMANDS,
+        "sources on servers (URLs), checkpoints and exports in object stores",
+        used_by=(*_DATA_READING_COMMANDS, "export"),
     ),
     HUB,
     Extra("report", {"matplotlib": "matplotlib"}, "pictures (--png)", used_by=("report", "data stats")),

@@ -1,11 +1,16 @@
 """Write a run's model as a folder that other programs open, for `mmtrain export` and `mmtrain.export`."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from shlex import quote
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Literal
 
+from mmtrain.errors import UserError
 from mmtrain.recipe import Recipe
+from mmtrain.recipe.settings.source_path import RemotePath, parse_source_path, require_object_store
 from mmtrain.recipe.settings.train_settings import ExportedPart
 
 if TYPE_CHECKING:
@@ -17,7 +22,7 @@ ExportFormat = Literal["hf", "dcp"]
 
 def export_run(
     run: Path,
-    out: Path,
+    out: Path | RemotePath,
     checkpoint: "ChosenCheckpoint" = "newest",
     dtype: "ExportDtype | None" = None,
     part: ExportedPart = "model",
@@ -30,7 +35,8 @@ def export_run(
 
     Args:
         run: folder of the run.
-        out: folder to write, which must not exist.
+        out: folder to write, which must not exist; or a place in an object store, to which the folder is uploaded
+            from a draft in the run's folder.
         checkpoint: the newest good one, the best one by `train.best`, or that of a step.
         dtype: of the stored weights; by default as in the folder that the run started from, else fp32.
         part: the model without a generator, the adapters of `train.lora` alone, or the image generator alone.
@@ -41,7 +47,12 @@ def export_run(
     Raises:
         UserError: `run` is no run, `out` exists, or the model has no such part.
         CheckpointError: no checkpoint is good, none is of that step, or none is known to be the best.
+        RemoteReadError: the object store does not take it.
     """
+    if isinstance(out, RemotePath):
+        return _export_to_store(
+            out, run, partial(export_run, run, checkpoint=checkpoint, dtype=dtype, part=part, warn=warn, format=format)
+        )
     from mmtrain.runtime.run_folder import load_run_recipe
     from mmtrain.runtime.training.export_checkpoint import export_checkpoint
 
@@ -54,6 +65,37 @@ def export_run(
     if part == "adapter":
         return written, _adapter_commands(out, recipe.model.hf)
     return written, _model_commands(out, recipe)
+
+
+def output_place(out: str | Path) -> Path | RemotePath:
+    """Return the folder or the place in an object store that a text names. Raises UserError for other URLs."""
+    try:
+        place = parse_source_path(out if isinstance(out, Path) else str(out))
+        if isinstance(place, RemotePath):
+            require_object_store("it", place)
+    except ValueError as error:
+        raise UserError(f"--out: {error}") from None
+    return place
+
+
+def _export_to_store(
+    out: RemotePath, run: Path, export: "Callable[[Path], tuple[ExportedFolder, list[str]]]"
+) -> "tuple[ExportedFolder, list[str]]":
+    """Write a folder to the disk of the run, and upload it; what is wrong with the store is said before."""
+    from mmtrain.data.remote.folder_upload import upload_folder
+    from mmtrain.data.remote.object_store import ObjectStore
+    from mmtrain.runtime.run_folder import load_run_recipe
+
+    load_run_recipe(run)
+    store = ObjectStore.at(out.url)
+    if store.sizes():
+        raise UserError(f"--out {out}: exists already; name a place where nothing is")
+    store.require_writable()
+    with TemporaryDirectory(prefix=".export-", dir=run) as temporary:
+        folder = Path(temporary) / out.name
+        written, _ = export(folder)
+        upload_folder(store, folder)
+    return replace(written, folder=out), []
 
 
 def _export_dcp(

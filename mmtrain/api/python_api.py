@@ -289,7 +289,7 @@ def export(
 
     Args:
         run: that `train` returned, or its folder.
-        out: folder to write, which must not exist.
+        out: folder to write, which must not exist, or a place in an object store, such as `s3://bucket/model`.
         checkpoint: `newest` (the newest good one), `best` (by `train.best`), or the step of one.
         dtype: `bf16`, `fp16` or `fp32`; by default as in the folder that the run started from, else `fp32`.
         part: `model`; `adapter`: those of `train.lora` alone, for peft; `generator`: a folder of diffusers.
@@ -301,7 +301,7 @@ def export(
     """
     if format == "dcp" and (dtype is not None or part != "model"):
         raise UserError("format: dcp writes what the checkpoint holds; leave dtype and part out")
-    run_in_own_process(_export, _folder(run), Path(out), checkpoint, dtype, part, format)
+    run_in_own_process(_export, _folder(run), str(out), checkpoint, dtype, part, format)
     return Path(out)
 
 
@@ -385,13 +385,13 @@ def _verify(
 
 def _export(
     run: Path,
-    out: Path,
+    out: str,
     checkpoint: "ChosenCheckpoint",
     dtype: "ExportDtype | None",
     part: "ExportedPart",
     format: "ExportFormat",
 ) -> None:
-    from mmtrain.api.exported_run import export_run
+    from mmtrain.api.exported_run import export_run, output_place
 
-    written, commands = export_run(run, out, checkpoint, dtype, part, format=format)
+    written, commands = export_run(run, output_place(out), checkpoint, dtype, part, format=format)
     print("\n".join([*written.notes, written.summary(), *commands]))

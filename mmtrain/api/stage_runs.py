@@ -20,8 +20,8 @@ class StageRun:
 def stage_runs(recipe: WrittenRecipe, run_dir: Path | None) -> list[StageRun]:
     """Load the recipe of every run, in order; of one only, if `--set stage=NAME` chooses it.
 
-    A stage is in a folder `<number>-<name>` below that of the run, and starts from the weights of the one before it.
-    Raises RecipeError.
+    A stage is in a folder `<number>-<name>` below that of the run, and of its object store. It starts from the weights
+    of the one before it. Raises RecipeError.
     """
     names, chosen = recipe.stages, recipe.chosen_stage
     if not names:
@@ -32,6 +32,9 @@ def stage_runs(recipe: WrittenRecipe, run_dir: Path | None) -> list[StageRun]:
         start = [f"train.init_from={runs[-1].folder.absolute()}"] if runs else []
         loaded = recipe.load(f"stage={name}", *start)
         folder = _folder(loaded, run_dir) / f"{i}-{name}"
+        remote = loaded.recipe.train.checkpoint.remote
+        if remote is not None:
+            loaded = recipe.load(f"stage={name}", *start, f"train.checkpoint.remote={remote}/{folder.name}")
         runs.append(StageRun(loaded, folder, f"{i} of {len(names)}, {name}" if chosen is None else name))
     return [run for run, name in zip(runs, names, strict=True) if chosen in (None, name)]
 

@@ -80,7 +80,7 @@ def train_requests(
             done = "done, " if is_done else ""
             announce(f"stage {run.stage}: {done}in {run.folder}")
         if not is_done:
-            yield _request(run, options, may_be_new=bool(held) or is_restart)
+            yield _request(run, options, may_be_new=bool(held) or is_restart or run is not runs[0])
 
 
 def _request(run: StageRun, options: TrainOptions, may_be_new: bool) -> "TrainRequest":

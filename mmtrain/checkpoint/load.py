@@ -57,7 +57,11 @@ def open_newest_good(
 
 
 def open_chosen(
-    root: Path, chosen: ChosenCheckpoint, on_bad: Callable[[str], None], ranks: Ranks | None = None
+    root: Path,
+    chosen: ChosenCheckpoint,
+    on_bad: Callable[[str], None],
+    ranks: Ranks | None = None,
+    progress: ProgressCallback = ignore_progress,
 ) -> "Checkpoint":
     """Open the newest good checkpoint, the best one, or that of a step; see `open_newest_good`.
 
@@ -66,16 +70,16 @@ def open_chosen(
     """
     ranks = ranks or Ranks.alone()
     if chosen == NEWEST:
-        return open_newest_good(root, on_bad, ranks)
+        return open_newest_good(root, on_bad, ranks, progress)
     if chosen != BEST:
-        return _open_step(root, chosen, on_bad, ranks)
+        return _open_step(root, chosen, on_bad, ranks, progress)
     step = ranks.from_zero(f"listing the checkpoints in {root}", lambda: _find_best_step(root))
     if step is None:
         raise CheckpointError(
             f"no checkpoint in {root} says which one is the best: train.best.metric in the recipe, such as val_loss, "
             "lets a run remember it. Name a step, or take the newest one"
         )
-    return _open_step(root, step, on_bad, ranks)
+    return _open_step(root, step, on_bad, ranks, progress)
 
 
 def _find_best_step(root: Path) -> int | None:
@@ -83,10 +87,12 @@ def _find_best_step(root: Path) -> int | None:
     return next((best_step_of(folder) for folder in layout.find(root) if complete(folder)), None)
 
 
-def _open_step(root: Path, step: int, on_bad: Callable[[str], None], ranks: Ranks) -> "Checkpoint":
+def _open_step(
+    root: Path, step: int, on_bad: Callable[[str], None], ranks: Ranks, progress: ProgressCallback
+) -> "Checkpoint":
     """Open the newest good checkpoint of one step."""
     folders = _list_together(root, ranks)
-    good = _first_good([folder for folder in folders if layout.step_of(folder) == step], on_bad, ranks)
+    good = _first_good([folder for folder in folders if layout.step_of(folder) == step], on_bad, ranks, progress)
     if good is not None:
         return good
     steps = sorted({str(layout.step_of(folder)) for folder in folders}, key=int)

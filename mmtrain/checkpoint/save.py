@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from mmtrain.checkpoint import tensorfile
 from mmtrain.checkpoint.manifest import Manifest, join_pieces
 from mmtrain.checkpoint.rank_agreement import Ranks, describe
 from mmtrain.checkpoint.readers import removing
+from mmtrain.checkpoint.retention import Rating, worth_keeping
 from mmtrain.checkpoint.storage import (
     FileSum,
     LocalStorage,
@@ -21,7 +21,7 @@ from mmtrain.checkpoint.storage import (
     ignore_progress,
 )
 from mmtrain.checkpoint.tensor_pieces import Shard
-from mmtrain.checkpoint.verify_files import best_step_of, complete, is_trusted, verify_together
+from mmtrain.checkpoint.verify_files import complete, read_manifest, verify_together
 from mmtrain.errors import CheckpointError
 
 
@@ -76,7 +76,7 @@ def save(
     storage = MonitoredStorage(storage or LocalStorage(), progress)
     run = run or SavingRun()
     # No rank may write before rank 0 has made the folder, and all must use the same name.
-    draft = Path(ranks.from_zero(f"preparing to save in {root}", lambda: str(_make_draft(root, storage, run))))
+    draft = Path(ranks.from_zero(f"preparing to save in {root}", lambda: str(make_draft(root, storage, run))))
     # Rank 0 must not write the manifest, which declares the files complete, before every rank's files are on disk.
     records = ranks.gather(_write_rank_files(draft, snapshot, ranks.rank, storage))
     # No rank may continue, and perhaps exit or count this step as saved, before the commit.
@@ -89,7 +89,7 @@ def save(
     return folder
 
 
-def _make_draft(root: Path, storage: Storage, run: SavingRun) -> Path:
+def make_draft(root: Path, storage: Storage, run: SavingRun) -> Path:
     """Remove what crashed saves of this run left, since it may fill the disk, and make a folder for this save."""
     run.require_ownership()
     for leftover in layout.drafts(root, run.run_id):
@@ -118,7 +118,7 @@ def _write_rank_files(draft: Path, snapshot: Snapshot, rank: int, storage: Stora
             layout.tensor_file(rank): tensorfile.chunks(snapshot.shards),
             layout.state_file(rank): [rank_state],
         }
-        files = {name: asdict(_write(draft / name, chunks, storage)) for name, chunks in contents.items()}
+        files = {name: asdict(write_file(draft / name, chunks, storage)) for name, chunks in contents.items()}
         return {"files": files, "pieces": pieces}
     except Exception as error:
         return {"error": f"rank {rank}: {describe(error)}"}
@@ -140,13 +140,13 @@ def _commit(
         files = {name: FileSum(**file) for record in records for name, file in record["files"].items()}
         tensors = join_pieces([record["pieces"] for record in records])
         manifest = Manifest(snapshot.step, len(records), snapshot.state, files, tensors)
-        _write(draft / layout.MANIFEST, [manifest.to_bytes()], storage)
+        write_file(draft / layout.MANIFEST, [manifest.to_bytes()], storage)
         storage.sync_folder(draft)  # the files' names must be on disk before the folder is renamed
         run.require_ownership()  # writing may have taken long
         folder = layout.free_folder(root, snapshot.step)
         storage.rename(draft, folder)
     except Exception as error:
-        _discard(draft, storage)
+        discard(draft, storage)
         raise CheckpointError(
             f"{describe(error)}. Nothing was committed; earlier checkpoints in {root} are untouched."
         ) from error
@@ -159,18 +159,18 @@ def point_latest(root: Path, folder: Path, storage: Storage, run: SavingRun) -> 
     draft = layout.new_draft(root, run.run_id)
     try:
         storage.sync_folder(root)  # the folder's name must be on disk before `latest` contains it
-        _write(draft, [f"{folder.name}\n".encode()], storage)
+        write_file(draft, [f"{folder.name}\n".encode()], storage)
         storage.rename(draft, root / layout.LATEST)
         storage.sync_folder(root)
     except Exception as error:
-        _discard(draft, storage)
+        discard(draft, storage)
         raise CheckpointError(
             f"{folder} is complete, but `latest` may still name the one before: {describe(error)}"
         ) from error
 
 
 def _retire(saved: Path, keep: int, ranks: Ranks, storage: Storage, run: SavingRun, progress: ProgressCallback) -> None:
-    """Remove all but the `keep` newest checkpoints and those of `_worth_keeping`, unless one of the newest is damaged.
+    """Remove all but the `keep` newest checkpoints and those of `_needed`, unless one of the newest is damaged.
 
     The newest is the one just `saved`. What claims to be of a later step is foreign, or was damaged when the run
     resumed from an earlier one. It neither counts nor is removed: else removal would stop until the run is past it. One
@@ -189,10 +189,10 @@ def _retire(saved: Path, keep: int, ranks: Ranks, storage: Storage, run: SavingR
     # Rank 0 lists for all ranks: other ranks may see the folder at another moment.
     folders = [Path(text) for text in ranks.from_zero(f"listing the checkpoints in {root}", find_up_to_saved)]
     newest = folders[:keep]
-    worth_keeping = ranks.from_zero(
-        f"rating the checkpoints in {root}", lambda: [str(path) for path in _worth_keeping(folders, keep, run)]
+    needed = ranks.from_zero(
+        f"rating the checkpoints in {root}", lambda: [str(path) for path in _needed(folders, keep, run)]
     )
-    old = [folder for folder in folders[keep:] if str(folder) not in worth_keeping]
+    old = [folder for folder in folders if str(folder) not in needed]
     if not old or verify_together(newest[min(2, keep) - 1], ranks, progress):
         return
 
@@ -213,22 +213,16 @@ def _retire(saved: Path, keep: int, ranks: Ranks, storage: Storage, run: SavingR
     ranks.from_zero(f"removing old checkpoints from {root}", remove)
 
 
-def _worth_keeping(folders: Sequence[Path], keep: int, run: SavingRun) -> list[Path]:
-    """Return the newest trusted checkpoint, the best ones that it and the `keep` newest name, and what the run needs.
+def _needed(folders: Sequence[Path], keep: int, run: SavingRun) -> list[Path]:
+    """Return what `worth_keeping` names, and what the run still needs. `folders`: newest first."""
 
-    A run that goes back to any of these still has the one that was the best then. `folders`: newest first.
-    """
-    trusted = list(islice(filter(is_trusted, folders), 1))  # no further manifest is read
-    best_steps = {best_step_of(folder) for folder in (*folders[:keep], *trusted)}
-    best = {}
-    for folder in folders:
-        step = layout.step_of(folder)
-        if step in best_steps and step not in best and complete(folder):
-            best[step] = folder
-    return [*trusted, *best.values(), *filter(run.still_needs, folders)]
+    def rate(folder: Path) -> Rating | None:
+        return Rating.of(read_manifest(folder)) if complete(folder) else None
+
+    return [*worth_keeping(folders, keep, rate), *filter(run.still_needs, folders)]
 
 
-def _write(path: Path, chunks: Iterable[bytes | memoryview], storage: Storage) -> FileSum:
+def write_file(path: Path, chunks: Iterable[bytes | memoryview], storage: Storage) -> FileSum:
     """Write a file; name it in errors, since the operating system does not when the disk is full."""
     try:
         return storage.write(path, chunks)
@@ -236,7 +230,7 @@ def _write(path: Path, chunks: Iterable[bytes | memoryview], storage: Storage) -
         raise CheckpointError(f"cannot write {path}: {error.strerror or error}") from error
 
 
-def _discard(draft: Path, storage: Storage) -> None:
+def discard(draft: Path, storage: Storage) -> None:
     """Remove a draft after a failure; if even that fails, the next save removes it."""
     try:
         storage.remove(draft)

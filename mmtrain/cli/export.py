@@ -29,7 +29,10 @@ class StoredType(StrEnum):
 
 def export(
     run: RunFolder,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to write; it must not exist.")],
+    out: Annotated[
+        Path,
+        typer.Option(metavar="DIR", help="Folder to write, or a place like s3://bucket/model; it must not exist."),
+    ],
     checkpoint: CheckpointChoice = "newest",
     dtype: Annotated[
         StoredType | None,
@@ -68,7 +71,7 @@ def export(
     from (`model.hf`). A run from random weights gets those of a family that has its settings. An image generator is
     left out, unless --generator asks for it alone. A card, README.md, states base model, data, results, plan, recipe.
     """
-    from mmtrain.api.exported_run import export_run
+    from mmtrain.api.exported_run import export_run, output_place
     from mmtrain.api.hub_upload import create_repository, push_folder
 
     if public and push is None:
@@ -79,15 +82,18 @@ def export(
     excluded = [option for option, is_given in given.items() if is_given]
     if format is FolderFormat.DCP and excluded:
         raise typer.BadParameter(f"--format dcp writes what the checkpoint holds; leave {' and '.join(excluded)} out")
+    place = output_place(out)
     if push is not None:
+        if not isinstance(place, Path):
+            raise typer.BadParameter("--push publishes a folder of this machine; leave it out, or name one with --out")
         create_repository(push, public=public)
     part: ExportedPart = "adapter" if adapter else "generator" if generator else "model"
     written, commands = export_run(
-        run, out, chosen_checkpoint(checkpoint), None if dtype is None else dtype.value, part, _warn, format.value
+        run, place, chosen_checkpoint(checkpoint), None if dtype is None else dtype.value, part, _warn, format.value
     )
     typer.echo("\n".join([*written.notes, written.summary(), *commands]))
-    if push is not None:
-        typer.echo(f"published: {push_folder(out, push, f'Weights after step {written.step}')}")
+    if push is not None and isinstance(place, Path):
+        typer.echo(f"published: {push_folder(place, push, f'Weights after step {written.step}')}")
 
 
 def _warn(text: str) -> None:

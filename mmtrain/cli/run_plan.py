@@ -366,6 +366,9 @@ def _plan_text(planned: PlannedRun, options: PlanOptions, settings: Recipe, leng
     if planned.allocation is not None:
         lines.append(str(planned.allocation))
     lines += [f"Hint: {hint}" for hint in planned.hints]
+    remote = settings.train.checkpoint.remote
+    if remote is not None:
+        lines.append(f"Checkpoints are copied to {remote}; `train` tries it before it reads data.")
     if states_costs(settings.cluster):
         lines.append(f"Cost of {planned.cost.to_text()}.")
     return "\n".join(lines)

@@ -17,6 +17,7 @@ from mmtrain.errors import UserError, writing
 from mmtrain.families import ParameterSource
 from mmtrain.families.weight_layouts import sources_by_tensor
 from mmtrain.models.shapes.layer_shape import LoraShape
+from mmtrain.recipe.settings.source_path import RemotePath
 from mmtrain.weights.adapters import adapter_names, memberships_of, merge_adapter, read_parameter
 from mmtrain.weights.folder_tensors import FolderTensors
 
@@ -33,7 +34,7 @@ TORCH_NAMES: Mapping[ExportDtype, str] = {"bf16": "bfloat16", "fp16": "float16",
 class ExportedFolder:
     """What was written."""
 
-    folder: Path
+    folder: Path | RemotePath
     step: int
     num_files: int  # with weights
     num_bytes: int  # of weights
@@ -45,7 +46,7 @@ class ExportedFolder:
         files = "1 file" if self.num_files == 1 else f"{self.num_files} files"
         return (
             f"{self.folder}: weights after step {self.step}, {files}, {self.num_bytes / 1e9:,.3g} GB "
-            f"({', '.join(self.dtypes)}). Use it with"
+            f"({', '.join(self.dtypes)})" + (". Use it with" if isinstance(self.folder, Path) else "")
         )
 
 

@@ -48,8 +48,10 @@ def test_plan_prints_a_table_and_saves_a_plan_file(
     run_mmtrain: RunMmtrain, plan: RunMmtrain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "plan.json"
-    done = plan("--set", "parallel.placement=auto", "--top", "2", "--out", str(out))
+    remote = ("--set", "train.checkpoint.remote=s3://bucket/run")
+    done = plan("--set", "parallel.placement=auto", *remote, "--top", "2", "--out", str(out))
     assert done.returncode == 0, done.stderr
+    assert "\nCheckpoints are copied to s3://bucket/run; `train` tries it before it reads data.\n" in done.stdout
     saved = load_plan(out)
     assert saved.world_size == 2
     assert len(saved.alternatives) <= 2

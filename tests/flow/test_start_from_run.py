@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmtrain.checkpoint import open_newest_good
+from mmtrain.checkpoint import open_chosen, open_newest_good
 from mmtrain.errors import UserError
 from mmtrain.models.shapes.model_shape import build_model_shape
 from mmtrain.recipe import dump_recipe
@@ -74,4 +74,27 @@ def test_a_folder_without_a_run_or_a_checkpoint_is_refused_before_anything_start
     (tmp_path / "first").mkdir()
     (tmp_path / "first" / RECIPE_FILE).write_text(dump_recipe(recipe), encoding="utf-8")
     with pytest.raises(UserError, match=r"^train\.init_from: the run in .*first has no checkpoint yet"):
+        check_start_weights(recipe)
+
+
+@pytest.mark.slow
+def test_a_run_starts_from_the_chosen_checkpoint_of_another(data: Path, tmp_path: Path) -> None:
+    first = request_for(data, tmp_path / "first", "train.steps=2", "train.checkpoint.every=1")
+    assert run_all(first, first) == ["", ""]
+    changes = (f"train.init_from={tmp_path}/first", "train.steps=1", *UNCHANGED)
+    second = request_for(data, tmp_path / "second", *changes, "train.init_checkpoint=1")
+    assert run_all(second, second) == ["", ""]
+    before, last = (open_chosen(tmp_path / "first" / CHECKPOINTS_FOLDER, step, refuse) for step in (1, 2))
+    after = open_newest_good(tmp_path / "second" / CHECKPOINTS_FOLDER, refuse)
+    name = "llm.layers.1.mlp.linear_fc1.weight"
+    torch.testing.assert_close(read_parameter(after, name), read_parameter(before, name), rtol=1e-6, atol=1e-6)
+    assert not read_parameter(after, name).allclose(read_parameter(last, name), rtol=1e-6, atol=1e-6)
+
+    no_best = request_for(data, tmp_path / "third", *changes, "train.init_checkpoint=best")
+    assert "train.init_checkpoint: no checkpoint in" in run_all(no_best, no_best)[0]
+
+
+def test_only_runs_have_checkpoints_to_choose_from(data: Path, tmp_path: Path) -> None:
+    recipe = request_for(data, tmp_path / "run", "train.init_checkpoint=best").recipe
+    with pytest.raises(UserError, match=r"^train\.init_checkpoint: found best, but train\.init_from \(None\) is no"):
         check_start_weights(recipe)

@@ -1,15 +1,21 @@
 """When nothing fits: each change that the message suggests lets a plan fit, and half of it does not."""
 
+import json
 import math
 import re
 from typing import Any
 
 import pytest
+import yaml
 
 from mmtrain.errors import PlanError
 from mmtrain.planning import Plan
+from mmtrain.planning.advise.suggestions import is_allowed
+from mmtrain.planning.artifact.plan_memory import remedy
 from mmtrain.planning.search.variants import with_expert_ranks
 from mmtrain.planning.space.budget import DEFAULT_BUDGET
+from mmtrain.recipe.checks.cross_checks import CHECKS
+from mmtrain.recipe.settings.schema import Recipe
 from tests.planning.factory import lengths, problem_for, recipe
 from tests.plans import plan_recipe
 
@@ -122,6 +128,64 @@ def test_recomputing_is_suggested_where_it_is_enough() -> None:
     limit = (peak + min_gib) / 2
     assert "recompute: all" in suggested(1, limit, **UNIFIED)
     assert "recompute: all" not in suggested(1, min_gib * 0.9, **UNIFIED)
+
+
+def with_settings(settings: Recipe, **changes: Any) -> Recipe:
+    """Return the recipe with other settings by dotted keys, whose dots are double underscores; nothing is checked."""
+    tree = settings.model_dump(mode="json")
+    for key, value in changes.items():
+        section = tree
+        *sections, name = key.split("__")
+        for part in sections:
+            section = section[part]
+        section[name] = value
+    return Recipe.model_validate_json(json.dumps(tree), strict=True)
+
+
+def wrong_settings(settings: Recipe) -> set[object]:
+    """Return the keys that the checks name; the recipe of these tests has one without pictures of that size."""
+    return {problem.where for check in CHECKS for problem in check(settings)}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"train__optimizer__kind": "muon"},
+        pytest.param({}, marks=pytest.mark.slow),
+        pytest.param({"train__lora": {"rank": 4}, "cluster__memory_gib": 0.008}, marks=pytest.mark.slow),
+        pytest.param({"train__optimizer__moments": "bf16"}, marks=pytest.mark.slow),
+        pytest.param({"parallel__placement": "replicated", "parallel__shard": 1}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_the_recipe_that_gets_a_suggestion_may_follow_it(changes: dict[str, Any]) -> None:
+    """Apply each as a user would, and validate with all checks."""
+    settings = recipe(parallel={"placement": "unified", "llm": {"recompute": "none"}, "vision": {"recompute": "none"}})
+    small = with_settings(settings, **{"cluster__memory_gib": 0.016, **changes})
+    with pytest.raises(PlanError) as error:
+        plan_recipe(small, lengths(), world_size=2, hardware="cpu-core", recipe_sha256="f" * 64)
+    suggestions = re.search(r"Any one of these makes room: (.*)\. If the ranks", str(error.value), re.S)[1]  # type: ignore[index]
+    followed = re.findall(r"((?:data|train|parallel)\.[\w.]+): (\w+)", suggestions)
+    assert followed
+    for key, value in followed:
+        changed = with_settings(small, **{key.replace(".", "__"): yaml.safe_load(value)})
+        assert wrong_settings(changed) <= wrong_settings(small)
+
+
+def test_settings_that_the_recipe_refuses_are_not_suggested() -> None:
+    muon = with_settings(recipe(), train__optimizer__kind="muon")
+    assert not is_allowed(muon, "train.optimizer.moments: bf16")
+    assert is_allowed(recipe(), "train.optimizer.moments: bf16")
+    assert is_allowed(muon, "parallel.llm.recompute: all and parallel.vision.recompute: all")
+    assert not is_allowed(muon, "parallel.llm.recompute: all and train.optimizer.moments: bf16")
+    assert is_allowed(muon, "8 ranks")
+
+
+def test_a_device_that_is_too_small_is_told_only_what_the_recipe_allows() -> None:
+    muon = with_settings(recipe(), train__optimizer__kind="muon")
+    small = with_settings(recipe(), train__optimizer__moments="bf16")
+    assert remedy("optimizer", recipe()) == "more dp, tp or pp of the unit, or train.optimizer.moments: bf16"
+    assert remedy("optimizer", muon) == remedy("optimizer", small) == "more dp, tp or pp of the unit"
 
 
 def test_the_nearest_numbers_of_ranks_are_suggested() -> None:

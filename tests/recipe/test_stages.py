@@ -45,6 +45,16 @@ def test_a_stage_lays_its_settings_over_the_recipe(tmp_path: Path) -> None:
     assert not sft.train.freeze
 
 
+def test_every_stage_has_a_place_of_its_own_in_the_object_store(tmp_path: Path) -> None:
+    path = write(tmp_path, BASE + STAGES)
+    runs = stage_runs(read_recipe(path, ["train.checkpoint.remote=s3://bucket/run"]), tmp_path / "run")
+    places = [str(run.loaded.recipe.train.checkpoint.remote) for run in runs]
+    assert places == ["s3://bucket/run/1-align", "s3://bucket/run/2-sft"]
+    assert [run.folder.name for run in runs] == ["1-align", "2-sft"]
+    [chosen] = stage_runs(read_recipe(path, ["stage=sft", "train.checkpoint.remote=s3://bucket/run"]), tmp_path / "run")
+    assert str(chosen.loaded.recipe.train.checkpoint.remote) == "s3://bucket/run/2-sft"
+
+
 def test_settings_of_the_command_line_hold_for_every_stage_and_may_change_one(tmp_path: Path) -> None:
     path = write(tmp_path, BASE + STAGES)
     changes = ["train.steps=2", "stages.0.train.optimizer.lr=0.25"]

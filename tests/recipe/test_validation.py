@@ -450,6 +450,19 @@ def test_missing_settings_say_what_they_are(write: Write) -> None:
             "adapter without hf_every",
         ),
         (
+            ["train.checkpoint.remote=https://host/run"],
+            "train.checkpoint: remote: found the protocol https; allowed: the URL of an object store that takes files, "
+            "as s3://bucket/run",
+        ),
+        (
+            ["train.checkpoint.remote=/mnt/run"],
+            "train.checkpoint: remote: found the path /mnt/run; allowed: the URL of an object store that takes files",
+        ),
+        (
+            ["train.checkpoint.remote=s3://key:secret@bucket/run"],
+            "train.checkpoint.remote: found a s3 URL with a user name or password; allowed: credentials in the",
+        ),
+        (
             ["data.validation_fraction=0.1", "data.validation=[{path: a.json}]"],
             "data.validation_fraction: 0.1, but data.validation names sources of held-out samples; give one",
         ),

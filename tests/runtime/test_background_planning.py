@@ -10,9 +10,8 @@ import psutil
 import pytest
 
 from mmtrain.planning.artifact.plan import Plan
-from mmtrain.runtime.training.background_call import CALL_PROCESS_MODULE
+from mmtrain.runtime.training.background_call import CALL_NICENESS, CALL_PROCESS_MODULE
 from mmtrain.runtime.training.background_planning import BackgroundPlanning, PlanningOutcome
-from mmtrain.runtime.training.call_process import CALL_NICENESS
 from tests.distributed import RanksFailed, fork_ranks
 from tests.planning.factory import lengths, recipe
 from tests.plans import plan_recipe

@@ -9,7 +9,9 @@ import torch
 from mmtrain.checkpoint import BEST_STEP, Ranks, SavingRun, Shard, ShardSpec, Snapshot, find, save
 from mmtrain.recipe.settings.train_settings import CheckpointSettings
 from mmtrain.runtime.run_folder import ABANDONED_FOLDER, CHECKPOINTS_FOLDER, HUGGING_FACE_FOLDER
+from mmtrain.runtime.training.background_call import CALL_NICENESS
 from mmtrain.runtime.training.go_back import GoBack, go_back
+from mmtrain.runtime.training.hooks import hugging_face
 from mmtrain.runtime.training.hooks.hugging_face import HuggingFaceFolders
 from mmtrain.runtime.training.run_records import RunRecords
 from tests.runtime.test_hooks import Notes
@@ -119,3 +121,42 @@ def test_folders_of_checkpoints_that_are_gone_are_set_aside_and_drafts_removed(
     aside = records.run_dir / ABANDONED_FOLDER / "after-step-00000030" / HUGGING_FACE_FOLDER
     assert [path.name for path in aside.iterdir()] == ["step-00000040"]
     assert notes.texts == [f"step-00000040 in {root} is of a checkpoint that is gone: now in {aside}"]
+
+
+def test_a_folder_that_is_not_ready_when_the_next_is_due_is_written_with_a_larger_share(
+    records: RunRecords, notes: Notes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[int] = []
+
+    class Starved:
+        """A process that gets no processor time, and leaves its draft when it is killed."""
+
+        def __init__(self, function: object, niceness: int) -> None:
+            started.append(niceness)
+            (records.run_dir / HUGGING_FACE_FOLDER / f".step-00000020.{len(started)}.draft").mkdir()
+
+        def poll(self) -> None:
+            return None
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(hugging_face, "BackgroundCall", Starved)
+    folders = folders_of(records)
+    save_step(records.run_dir, 20)
+    assert not folders.advance()
+    assert not folders.advance()
+    assert started == [CALL_NICENESS]
+    save_step(records.run_dir, 30)  # not due
+    folders.look_again(None)
+    assert not folders.advance()
+    assert started == [CALL_NICENESS]
+    save_step(records.run_dir, 40)
+    folders.look_again(None)
+    assert not folders.advance()
+    assert not folders.advance()
+    assert started == [CALL_NICENESS, 0], "it has its share now, and starts over only once"
+    [draft] = (records.run_dir / HUGGING_FACE_FOLDER).iterdir()
+    assert draft.name == ".step-00000020.2.draft"
+    [note] = notes.texts
+    assert "step-00000020 was not ready when the next checkpoint was due" in note

@@ -73,7 +73,7 @@ class RemoteFiles:
 
     def version(self, url: str) -> FileVersion:
         """Ask for size and version of a file. Raises `FileNotFoundError` and `RemoteReadError`."""
-        info = self._repeat(url, lambda files: _call(files, "info", self.timeout_s, _path(files, url)))
+        info = self.repeat(url, lambda files: _call(files, "info", self.timeout_s, _path(files, url)))
         return _version(url, info)
 
     def read(self, url: str, start: int, stop: int, version: FileVersion) -> tuple[int, bytes]:
@@ -83,17 +83,17 @@ class RemoteFiles:
         and `RemoteReadError`.
         """
         if url.partition("://")[0].lower() in _HTTP:
-            return self._repeat(url, lambda files: self._read_http(files, url, start, stop, version))
-        return self._repeat(url, lambda files: self._read_any(files, url, start, stop, version))
+            return self.repeat(url, lambda files: self._read_http(files, url, start, stop, version))
+        return self.repeat(url, lambda files: self._read_any(files, url, start, stop, version))
 
     def list_files(self, url: str) -> list[str]:
         """Return the URLs of the files in a folder. Raises `FileNotFoundError` and `RemoteReadError`."""
-        entries = self._repeat(url, lambda files: _call(files, "ls", self.timeout_s, _path(files, url), detail=True))
+        entries = self.repeat(url, lambda files: _call(files, "ls", self.timeout_s, _path(files, url), detail=True))
         return _urls(url, [str(entry["name"]) for entry in entries if entry["type"] == "file"])
 
     def find_files(self, url: str) -> list[str]:
         """Return the URLs of the files in a folder and its folders. Raises as `list_files`."""
-        found = self._repeat(url, lambda files: _call(files, "find", self.timeout_s, _path(files, url)))
+        found = self.repeat(url, lambda files: _call(files, "find", self.timeout_s, _path(files, url)))
         return _urls(url, list(found))
 
     def list_versions(self, url: str) -> dict[str, FileVersion] | None:
@@ -103,7 +103,7 @@ class RemoteFiles:
         """
         if url.partition("://")[0].lower() in _HTTP:
             return None
-        entries = self._repeat(url, lambda files: _list_anew(files, url, self.timeout_s))
+        entries = self.repeat(url, lambda files: _list_anew(files, url, self.timeout_s))
         of_files = [entry for entry in entries if entry["type"] == "file" and entry.get("size") is not None]
         versions = {_urls(url, [str(entry["name"])])[0]: _version(url, entry) for entry in of_files}
         return versions if all(version.tag for version in versions.values()) else None
@@ -124,8 +124,11 @@ class RemoteFiles:
             raise _PassingError(f"{len(content)} bytes in place of {stop - start}")
         return start, content
 
-    def _repeat(self, url: str, request: Callable[[Any], T]) -> T:
-        """Return what a request answers, after several attempts if need be."""
+    def repeat(self, url: str, request: Callable[[Any], T]) -> T:
+        """Return what a request to the file system of `url` answers, after several attempts if need be.
+
+        Raises `FileNotFoundError` and `RemoteReadError`.
+        """
         pause_s = FIRST_PAUSE_S
         for attempt in range(self.attempts):
             if attempt:

@@ -1,9 +1,15 @@
 """Find what to change when no plan fits: for each kind of change, the smallest one with which a plan would fit."""
 
+import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
 
 from mmtrain.balance import Grouping
 from mmtrain.costs import StateBytes, state_bytes
@@ -29,6 +35,8 @@ from mmtrain.recipe.raw_tree import KeyPath
 from mmtrain.recipe.settings.modalities import dotted_unit
 from mmtrain.recipe.settings.schema import Recipe
 
+_SETTING = re.compile(r"\b([a-z_0-9]+(?:\.[a-z_0-9]+)+): ([^ ]+)")
+
 
 def suggest_changes(evaluator: Evaluator, results: SearchResults) -> list[str]:
     """Return changes of settings, ranks and memory, in words; each alone lets a plan fit.
@@ -36,7 +44,7 @@ def suggest_changes(evaluator: Evaluator, results: SearchResults) -> list[str]:
     results: of a search in which nothing fits.
     """
     assignments = [candidate.assignment for candidate in results.enumerated]
-    return [
+    suggestions = [
         *suggest_replicated_settings(evaluator),
         *_suggest_recompute(evaluator, assignments),
         *_suggest_sequence_parallelism(evaluator, assignments),
@@ -47,6 +55,29 @@ def suggest_changes(evaluator: Evaluator, results: SearchResults) -> list[str]:
         *_suggest_memory(results),
         _suggest_seq_len(evaluator, assignments),
     ]
+    return [text for text in suggestions if is_allowed(evaluator.problem.recipe, text)]
+
+
+def is_allowed(recipe: Recipe, suggestion: str) -> bool:
+    """Return whether the recipe's own checks accept what a suggestion sets, `key: value` and further ones after `and`.
+
+    Ranks and memory, which no setting of the recipe names, are always allowed.
+    """
+    settings = _SETTING.findall(suggestion)
+    if not settings:
+        return True
+    tree = recipe.model_dump(mode="json")
+    for key, value in settings:
+        section: Any = tree
+        *sections, name = key.split(".")
+        for part in sections:
+            section = section[part]
+        section[name] = yaml.safe_load(value)
+    try:
+        changed = Recipe.model_validate_json(json.dumps(tree), strict=True)
+    except ValidationError:
+        return False
+    return not _wrong_settings(changed) - _wrong_settings(recipe)
 
 
 def _suggest_recompute(evaluator: Evaluator, assignments: Sequence[MeshAssignment]) -> Iterator[str]:

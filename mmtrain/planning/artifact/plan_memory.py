@@ -18,7 +18,7 @@ from mmtrain.recipe.settings.schema import Recipe
 REMEDIES = {  # by kind of memory that needs most
     "parameters": "more tp or pp of the unit",
     "gradients": "more tp or pp of the unit",
-    "optimizer": "more dp, tp or pp of the unit, or train.optimizer.moments: bf16",
+    "optimizer": "more dp, tp or pp of the unit",
     "activations": "recompute: all of the unit, more tp, or a smaller data.seq_len",
     "buffers": "more tp of the unit, or a smaller data.seq_len",
 }
@@ -51,8 +51,8 @@ def prove_memory(recipe: Recipe, plan: Plan, shape: ModelShape, device: DeviceMe
     ratio = ratios[rank]
     if memory[rank].total * ratio > device.nbytes:
         as_run = "" if ratio == 1 else f" as counted, {ratio:.2f} of it as `plan --measure` found"
-        need = f"rank {rank} needs {_need_text(memory[rank])}{as_run}"
-        raise PlanError(_misfit_text(need, device, memory[rank].binding))
+        need = f"rank {rank} needs {_need_text(memory[rank])}{as_run}, most of it {memory[rank].binding}"
+        raise PlanError(_misfit_text(need, device, remedy(memory[rank].binding, recipe)))
     host_memory_bytes = min(machine_for(recipe, plan.hardware).host_memory_bytes, device.host_bytes)
     host_bytes = max(of_rank.host_activations for of_rank in memory.values())
     if host_bytes > host_memory_bytes:
@@ -99,9 +99,17 @@ def _need_text(memory: RankMemory) -> str:
     return f"{memory.total / GIB:.4g} GiB ({kinds})"
 
 
-def _misfit_text(need: str, device: DeviceMemory, binding: str) -> str:
+def remedy(binding: str, recipe: Recipe) -> str:
+    """Return what makes room of a kind of memory; smaller moments only where the recipe may have them."""
+    optimizer = recipe.train.optimizer
+    has_large_moments = optimizer.kind == "adamw" and optimizer.moments == "fp32"
+    smaller = ", or train.optimizer.moments: bf16" if binding == "optimizer" and has_large_moments else ""
+    return REMEDIES[binding] + smaller
+
+
+def _misfit_text(need: str, device: DeviceMemory, remedy: str) -> str:
     return (
-        f"the plan does not fit this device: {need}, most of it {binding}, and {device.described} has "
+        f"the plan does not fit this device: {need}, and {device.described} has "
         f"{device.nbytes / GIB:.4g} GiB. Make a plan with "
-        f"`--set cluster.memory_gib={int(device.nbytes / GIB * 10) / 10:g}`; what makes room is {REMEDIES[binding]}"
+        f"`--set cluster.memory_gib={int(device.nbytes / GIB * 10) / 10:g}`; what makes room is {remedy}"
     )

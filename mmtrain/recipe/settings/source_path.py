@@ -12,6 +12,7 @@ from pydantic_core import PydanticCustomError
 _URL = re.compile(r"([a-z][a-z0-9+.-]*)://(.*)", re.IGNORECASE | re.DOTALL)
 _HUB_SPLIT = re.compile(r"(hf://datasets/[^/?#]+/[^/?#]+)/?\?split=([\w.-]+)", re.IGNORECASE)
 _LOCAL_PROTOCOLS = ("file", "local")
+READ_ONLY_PROTOCOLS = ("http", "https", "hf")  # as data is read: a model's repository takes commits, not files
 
 
 @dataclass(frozen=True)
@@ -130,3 +131,14 @@ SourcePath = Annotated[
     PlainSerializer(str, return_type=str, when_used="json"),
     WithJsonSchema({"type": "string", "format": "path"}),
 ]
+
+
+def require_object_store(name: str, place: Path | RemotePath) -> str:
+    """Return the URL of an object store that files can be written to. Raises ValueError for any other place."""
+    if isinstance(place, RemotePath) and place.protocol not in READ_ONLY_PROTOCOLS:
+        return place.url.rstrip("/")
+    found = f"the protocol {place.protocol}" if isinstance(place, RemotePath) else f"the path {place}"
+    raise ValueError(
+        f"{name}: found {found}; allowed: the URL of an object store that takes files, as s3://bucket/run, "
+        "gs://bucket/run or az://container/run"
+    )

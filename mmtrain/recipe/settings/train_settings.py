@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from mmtrain.recipe.settings.base import NOTHING, PositiveFloat, PositiveInt, Section, setting
 from mmtrain.recipe.settings.metric_names import MetricNames, higher_is_better
+from mmtrain.recipe.settings.source_path import SourcePath, require_object_store
 
 DecayRate = Annotated[float, Field(ge=0, lt=1)]
 BatchUnit = Literal["samples", "tokens"]
@@ -174,6 +175,14 @@ class CheckpointSettings(Section):
     max_failures: PositiveInt = setting(
         3, affects=NOTHING, description="Failed saves in a row (for example on a full disk) before the run ends."
     )
+    remote: SourcePath | None = setting(
+        None,
+        affects=NOTHING,
+        added_later=True,
+        description="The URL of a place in an object store, as `s3://bucket/run`, to which complete checkpoints are "
+        "copied beside the training, and from which `--resume` fetches the newest one where the run's folder has none "
+        "as new. Hugging Face folders of `hf_every` follow. Credentials come from the environment. Default: none.",
+    )
     hf_every: int = setting(
         0,
         ge=0,
@@ -196,6 +205,16 @@ class CheckpointSettings(Section):
         description="What they hold: the `model` with adapters merged, the `adapter` alone for `peft`, or the image "
         "`generator` alone for `diffusers`.",
     )
+
+    @model_validator(mode="after")
+    def _check_remote(self) -> Self:
+        problems = []
+        if self.remote is not None:
+            try:
+                require_object_store("remote", self.remote)
+            except ValueError as error:
+                problems.append(f"{error}. A folder of this machine is the run's own (run_dir)")
+        return self._without(problems)
 
     @model_validator(mode="after")
     def _check_folders(self) -> Self:
@@ -442,10 +461,17 @@ class TrainSettings(Section):
     init_from: Path | None = setting(
         None,
         affects=NOTHING,
-        description="The folder of another run, whose newest good checkpoint gives the weights to start from, that of "
-        "an adapter in the form of `peft` for `model.hf`, or one of torch.distributed.checkpoint (DCP) with the names "
-        "of the Hugging Face folder. The optimizer and the data start anew. Relative paths start at the recipe's "
-        "folder. Default: the weights of `model.hf`, or random ones.",
+        description="The folder of another run, whose checkpoint (see `init_checkpoint`) gives the weights to start "
+        "from, that of an adapter in the form of `peft` for `model.hf`, or one of torch.distributed.checkpoint (DCP) "
+        "with the names of the Hugging Face folder. The optimizer and the data start anew. Relative paths start at the "
+        "recipe's folder. Default: the weights of `model.hf`, or random ones.",
+    )
+    init_checkpoint: Literal["newest", "best"] | PositiveInt = setting(
+        "newest",
+        affects=NOTHING,
+        added_later=True,
+        description="Which checkpoint of the run in `init_from`: the `newest` good one, the `best` one by its "
+        "`train.best`, or that of a step.",
     )
     init_optimizer: bool = setting(
         False,

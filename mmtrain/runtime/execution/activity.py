@@ -14,6 +14,7 @@ INDEXING = "indexing the data"
 PLANNING = "choosing the plan"
 AWAITING_PLAN = "waiting for the plan"
 BUILDING = "building the model"
+FETCHING = "fetching a checkpoint"
 RESTORING = "restoring a checkpoint"
 CONNECTING = "connecting the ranks"
 PREPARING = "waiting for the first step of all ranks"
@@ -21,12 +22,13 @@ LOADING = "loading data"
 MEASURING = "gathering the metrics"
 SAVING = "saving a checkpoint"
 EXPORTING = "waiting for Hugging Face weights to be written"
+COPYING = "waiting for checkpoints to be copied"
 TRACING = "gathering a trace"
 ANSWERING = "gathering the answers"
 DRAINING = "waiting for what was sent to leave"
 ENDING = "ending the run"
-COLLECTIVE_PHASES = (AWAITING_PLAN, CONNECTING, MEASURING, TRACING, ANSWERING, EXPORTING)
-FILE_PHASES = (SAVING, RESTORING)  # bytes that are read or written are progress
+COLLECTIVE_PHASES = (AWAITING_PLAN, CONNECTING, MEASURING, TRACING, ANSWERING, EXPORTING, COPYING)
+FILE_PHASES = (SAVING, FETCHING, RESTORING)  # bytes that are read or written are progress
 COMPUTING_PHASES = (PLANNING,)  # processor time is progress: the search neither waits nor reads
 # They take as long as the data and the model demand, on one rank while the others wait for it. In most of them nothing
 # that could be counted tells slow from stuck, so a rank is only expected to run: a process that is stopped does not.

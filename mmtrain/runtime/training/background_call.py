@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 CALL_PROCESS_MODULE = "mmtrain.runtime.training.call_process"
+CALL_NICENESS = 15  # of 19: the ranks and the loader's workers come first
 # The function is one thread; a GPU is the run's.
 CALL_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
@@ -34,9 +35,10 @@ class BackgroundCall:
     with threads and CUDA cannot be forked. A thread talks to it; the methods are for the main thread.
     """
 
-    def __init__(self, function: Callable[[], object]) -> None:
+    def __init__(self, function: Callable[[], object], niceness: int = CALL_NICENESS) -> None:
+        """Start the process; `niceness` counts up to 19, from that of this process on."""
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", CALL_PROCESS_MODULE],
+            [sys.executable, "-P", "-m", CALL_PROCESS_MODULE, str(niceness)],
             stdin=subprocess.PIPE,  # stays open as long as this process lives; the child ends when it closes
             stdout=subprocess.PIPE,
             env=os.environ | CALL_ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},

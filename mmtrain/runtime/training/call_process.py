@@ -13,12 +13,10 @@ from typing import Any
 
 from mmtrain.errors import MmtrainError
 
-CALL_NICENESS = 15  # of 19: the ranks and the loader's workers come first
-
 
 def main() -> None:
     """Read a pickled function from stdin, call it, and answer with its result or with the reason why there is none."""
-    os.nice(CALL_NICENESS)
+    os.nice(int(sys.argv[1]))
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         # A launcher may signal all processes of a job. The run finishes its step and saves, and then ends this one.
         signal.signal(number, signal.SIG_IGN)

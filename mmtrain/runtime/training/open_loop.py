@@ -35,6 +35,7 @@ from mmtrain.runtime.training.hooks.learning_rate import LearningRateSchedule
 from mmtrain.runtime.training.hooks.plugin_hooks import HookRun, PluginHook, find_hooks
 from mmtrain.runtime.training.hooks.replanning import Replanning
 from mmtrain.runtime.training.hooks.reports import LoadImbalanceReports, MetricsLog, StragglerReports
+from mmtrain.runtime.training.hooks.store_copies import CopyToStore, RemoteCopies, finish_copies
 from mmtrain.runtime.training.hooks.torch_profile import TorchProfiling
 from mmtrain.runtime.training.hooks.tracing import RunTracer, Tracing
 from mmtrain.runtime.training.loop import Loop
@@ -83,12 +84,15 @@ def open_loop(run: RankRun) -> Iterator[Loop]:
         folders = _open_hugging_face_folders(run, records)
         saver = _make_saver(run, course, folders)
         trackers = stack.enter_context(open_run_trackers(run, records))
-        hooks = build_hooks(run, validation, course, saver, RunLogs(log, trackers, records), folders)
+        copies = _open_copies(run, records)
+        hooks = build_hooks(run, validation, course, saver, RunLogs(log, trackers, records), folders, copies)
         for hook in hooks:
             stack.callback(hook.close)
         if folders is not None and not run.has_steps_left:  # it was killed while its last folders were written
             folders.look_again(last_step=run.position.first_step)
             finish_folders(folders, session.patient_world, rank_context.activity)
+        if copies is not None and not run.has_steps_left:
+            finish_copies(copies, session.patient_world, rank_context.activity)
         yield Loop(
             rank_context=rank_context,
             steps=steps,
@@ -109,6 +113,7 @@ def build_hooks(
     saver: BackgroundSaver,
     logs: RunLogs,
     folders: HuggingFaceFolders | None,
+    copies: RemoteCopies | None = None,
 ) -> tuple[StepHook, ...]:
     """Return the hooks of a run.
 
@@ -148,6 +153,8 @@ def build_hooks(
     ]
     if folders is not None:
         hooks.append(HuggingFaceExport(folders, writer, run.session.patient_world, activity))
+    if copies is not None:
+        hooks.append(CopyToStore(copies, writer, run.session.patient_world, activity))
     return tuple(hooks)
 
 
@@ -230,6 +237,12 @@ def _open_hugging_face_folders(run: RankRun, records: RunRecords) -> HuggingFace
     if records.is_first:
         folders.open(run.position.first_step)
     return folders
+
+
+def _open_copies(run: RankRun, records: RunRecords) -> RemoteCopies | None:
+    """Return what copies checkpoints on rank 0, and does nothing on others; None if the recipe names no store."""
+    settings = run.rank_context.recipe.train.checkpoint
+    return None if settings.remote is None else RemoteCopies(settings, records)
 
 
 def _make_saver(run: RankRun, course: CourseWatch, folders: HuggingFaceFolders | None) -> BackgroundSaver:

@@ -10,11 +10,13 @@ from typing import cast
 
 import torch
 
+from mmtrain.checkpoint import SavingRun
 from mmtrain.costs.find_hardware import is_same_hardware, slowest_hardware
 from mmtrain.data import DataIndex, build_index
 from mmtrain.durable_files import disk_errors_named
 from mmtrain.report.console import Console
-from mmtrain.runtime.execution.activity import INDEXING, Activity
+from mmtrain.runtime.execution.activity import FETCHING, INDEXING, Activity
+from mmtrain.runtime.execution.checkpointing import checkpoint_ranks
 from mmtrain.runtime.execution.recorder import StepRecorder, clock_for
 from mmtrain.runtime.rendezvous import print_note
 from mmtrain.runtime.resilience.config_consensus import require_consensus
@@ -24,6 +26,7 @@ from mmtrain.runtime.resilience.signals import StopSignalListener
 from mmtrain.runtime.resilience.watchdog import LOST_RANK_SILENCE_S, Watchdog
 from mmtrain.runtime.run_owner import FolderClaim
 from mmtrain.runtime.training.start_run import claim_run_folder
+from mmtrain.runtime.training.stored_runs import fetch_run
 from mmtrain.runtime.training.train_request import TrainRequest
 from mmtrain.runtime.world import Address, World, detect_hardware
 
@@ -77,6 +80,7 @@ def open_session(
             disk_errors_named(request.run_dir),
         ):
             patient_world = world.without_timeout()
+            fetch_stored(request, claim, patient_world, activity)
             activity.start(INDEXING)
             index = build_index(recipe, notify=notify)  # one rank reads the data, and prints
             require_consensus(
@@ -84,6 +88,17 @@ def open_session(
             )
             console = Console(quiet=not world.is_first)
             yield RankSession(request, address, world, patient_world, activity, index, console, stop, claim, lock)
+
+
+def fetch_stored(request: TrainRequest, claim: FolderClaim, world: World, activity: Activity) -> None:
+    """Fetch what a run that goes on has in its object store and not in its folder; all ranks call this together."""
+    if not request.resume or request.go_back is not None or request.recipe.train.checkpoint.remote is None:
+        return
+    activity.start(FETCHING)
+    activity.files.start()
+    ranks = checkpoint_ranks(world, activity.files)
+    run = SavingRun(claim.run_id, claim.require)
+    fetch_run(request.recipe, request.run_dir, ranks, run, notify=print_note, progress=activity.files.advance)
 
 
 def with_common_hardware(request: TrainRequest, world: World) -> TrainRequest:

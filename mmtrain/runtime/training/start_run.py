@@ -11,7 +11,7 @@ from operator import getitem
 
 from mmtrain.balance import StepTargets
 from mmtrain.balance.grouping.methods import GROUPING_VERSIONS
-from mmtrain.checkpoint import Checkpoint, SavingRun, find, foreign_drafts
+from mmtrain.checkpoint import Checkpoint, Ranks, SavingRun, find, foreign_drafts
 from mmtrain.costs import Precision
 from mmtrain.data import DataIndex, read_quarantine, write_quarantine
 from mmtrain.data.loading.step_format import from_json, to_json
@@ -48,6 +48,7 @@ from mmtrain.runtime.training.choose_plan import ChosenPlan, keeps_files
 from mmtrain.runtime.training.go_back import go_back, read_skipped_positions
 from mmtrain.runtime.training.hooks.best_checkpoint import BEST_STATE, BestTracker
 from mmtrain.runtime.training.hooks.guards import COURSE_STATE
+from mmtrain.runtime.training.stored_runs import check_store, fetch_run
 from mmtrain.runtime.training.train_request import TrainRequest
 from mmtrain.runtime.world import World
 from mmtrain.weights import start_folders
@@ -57,11 +58,12 @@ def claim_run_folder(request: TrainRequest, lock: FolderLock) -> FolderClaim:
     """Create the run's folder, take it by `lock`, and write a new run's recipe there; call this on rank 0 only.
 
     Raises UserError for a folder that a run is using, or with checkpoints of another run, and for `--resume` without a
-    run.
+    run; RemoteReadError for an object store (`train.checkpoint.remote`) that cannot be written to.
     """
     folder = request.run_dir
+    stored = check_store(request.recipe, may_hold_run=request.resume, notify=_notify)
     holds_run = (folder / RECIPE_FILE).exists() or bool(find(folder / CHECKPOINTS_FOLDER))
-    if request.resume and not request.may_be_new and not holds_run:
+    if request.resume and not request.may_be_new and not (holds_run or stored):
         raise UserError(f"--resume: {folder} holds no run; leave --resume out to start one there")
     with disk_errors_named(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -75,7 +77,9 @@ def claim_run_folder(request: TrainRequest, lock: FolderLock) -> FolderClaim:
         )
     with disk_errors_named(folder):
         if request.go_back is not None:
-            _notify(go_back(folder, request.go_back, SavingRun(claim.run_id, claim.require)))
+            run = SavingRun(claim.run_id, claim.require)
+            fetch_run(request.recipe, folder, Ranks.alone(), run, notify=_notify, go_back=request.go_back)
+            _notify(go_back(folder, request.go_back, run))
         if not keeps_files(request):
             write_whole(folder / RECIPE_FILE, dump_recipe(request.recipe))
         clear_failures(folder)

@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mmtrain.checkpoint import find, open_newest_good
-from mmtrain.errors import MmtrainError, UserError, first_lines
+from mmtrain.checkpoint import NEWEST, find, open_chosen
+from mmtrain.errors import CheckpointError, MmtrainError, UserError, first_lines
 from mmtrain.models.optim.parameter_specs import NamedShard
 from mmtrain.models.shapes.model_shape import build_model_shape
 from mmtrain.recipe import Recipe
@@ -46,6 +46,14 @@ def check_start_weights(recipe: Recipe) -> None:
             "torch.distributed.checkpoint, which alone gives an optimizer to start from; --resume continues a run with "
             "its own. Leave train.init_optimizer out to start the optimizer anew"
         )
+    is_run = recipe.train.init_from is not None and not (
+        is_dcp_folder(recipe.train.init_from) or is_adapter_folder(recipe.train.init_from)
+    )
+    if recipe.train.init_checkpoint != NEWEST and not is_run:
+        raise UserError(
+            f"train.init_checkpoint: found {recipe.train.init_checkpoint}, but train.init_from "
+            f"({recipe.train.init_from}) is no folder of a run, which alone has several checkpoints; leave it out"
+        )
     if recipe.train.init_from is None:
         open_pretrained(recipe)
     elif is_dcp_folder(recipe.train.init_from):
@@ -76,12 +84,16 @@ def open_start_weights(
 
 
 def _open_run(recipe: Recipe, run: Path, world: World, activity: Activity, on_bad: Callable[[str], None]) -> RunWeights:
-    """Open the newest good checkpoint of another run, on all ranks the same."""
+    """Open the checkpoint of another run that the recipe chooses, on all ranks the same."""
     _require_checkpoint(run)
     source = load_run_recipe(run)
     activity.files.start()
     ranks = checkpoint_ranks(world, activity.files)
-    checkpoint = open_newest_good(run / CHECKPOINTS_FOLDER, on_bad, ranks, activity.files.advance)
+    try:
+        chosen = recipe.train.init_checkpoint
+        checkpoint = open_chosen(run / CHECKPOINTS_FOLDER, chosen, on_bad, ranks, activity.files.advance)
+    except CheckpointError as error:
+        raise CheckpointError(f"train.init_checkpoint: {error}") from None
     return RunWeights(checkpoint, source, recipe)
 
 

@@ -17,7 +17,7 @@ from mmtrain.checkpoint.verify_files import best_step_of
 from mmtrain.recipe.settings.train_settings import CheckpointSettings, ExportedPart
 from mmtrain.runtime.execution.activity import EXPORTING, Activity
 from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, HUGGING_FACE_FOLDER
-from mmtrain.runtime.training.background_call import BackgroundCall, CallOutcome
+from mmtrain.runtime.training.background_call import CALL_NICENESS, BackgroundCall, CallOutcome
 from mmtrain.runtime.training.export_checkpoint import export_checkpoint
 from mmtrain.runtime.training.go_back import new_abandoned_folder, set_aside_newer_folders
 from mmtrain.runtime.training.hooks.checkpoints import CheckpointWriter
@@ -37,6 +37,7 @@ class HuggingFaceFolders:
         self._root = records.run_dir / HUGGING_FACE_FOLDER
         self._checkpoints = records.run_dir / CHECKPOINTS_FOLDER
         self._last_step: int | None = None  # of the run, whose checkpoint is due too
+        self._niceness = CALL_NICENESS  # of the process that writes
         self._may_owe = True  # whether anything may be due since the last look at the disk
         self._failed: set[str] = set()  # names of checkpoints that could not be written
         self._writing: tuple[Path, BackgroundCall] | None = None
@@ -46,8 +47,7 @@ class HuggingFaceFolders:
 
         Those are of checkpoints that were damaged; the run comes to their steps again. Raises OSError.
         """
-        for draft in self._root.glob(f".*{DRAFT_SUFFIX}"):
-            shutil.rmtree(draft)
+        self._remove_drafts()
         run_dir = self._records.run_dir
         aside = new_abandoned_folder(run_dir, first_step) / HUGGING_FACE_FOLDER
         for folder in set_aside_newer_folders(run_dir, first_step, aside):
@@ -69,11 +69,13 @@ class HuggingFaceFolders:
             checkpoint, call = self._writing
             outcome = call.poll()
             if outcome is None:
+                if self._may_owe and self._niceness and len(self._owed()) > 1:
+                    self._hurry(checkpoint)
                 return False
             self.close()
             self._take(checkpoint, outcome)
         if self._may_owe:
-            owed = [folder for folder in find(self._checkpoints) if self.is_owed(folder)]
+            owed = self._owed()
             self._may_owe = len(owed) > 1
             if owed:
                 self._start(owed[-1])
@@ -93,13 +95,36 @@ class HuggingFaceFolders:
             self._writing[1].close()
             self._writing = None
 
+    def _owed(self) -> list[Path]:
+        return [folder for folder in find(self._checkpoints) if self.is_owed(folder)]
+
+    def _hurry(self, checkpoint: Path) -> None:
+        """Start anew, with a rank's share of the processor, what is not ready when the next is due.
+
+        A niced process gets next to nothing where ranks and workers use all cores, and no process can raise its own
+        share. So a folder is late at most by the time that it takes with a rank's share.
+        """
+        self.close()
+        self._remove_drafts()
+        self._niceness = 0
+        self._records.note(
+            f"{self._root / checkpoint.name} was not ready when the next checkpoint was due: from now on, writing "
+            "these folders takes as much of the processors as a rank does, which may slow steps; a larger "
+            "train.checkpoint.hf_every leaves more time"
+        )
+        self._start(checkpoint)
+
+    def _remove_drafts(self) -> None:
+        for draft in self._root.glob(f".*{DRAFT_SUFFIX}"):
+            shutil.rmtree(draft)
+
     def _start(self, checkpoint: Path) -> None:
         """Start to write the oldest checkpoint that is due."""
         self._root.mkdir(exist_ok=True)
         step, out = step_of(checkpoint), self._root / checkpoint.name
         assert step is not None, "a checkpoint has a step"
         call = partial(write_hugging_face_folder, self._records.run_dir, step, out, self._settings.hf_part)
-        self._writing = checkpoint, BackgroundCall(call)
+        self._writing = checkpoint, BackgroundCall(call, self._niceness)
 
     def _take(self, checkpoint: Path, outcome: CallOutcome) -> None:
         if outcome.reason is not None:
