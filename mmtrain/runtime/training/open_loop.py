@@ -27,6 +27,7 @@ from mmtrain.runtime.training.choose_plan import limited_to_device, plan_that_fi
 from mmtrain.runtime.training.go_back import SKIPPED_STATE
 from mmtrain.runtime.training.hooks.best_checkpoint import BestCheckpoint
 from mmtrain.runtime.training.hooks.checkpoints import Checkpointing, CheckpointWriter, FinishBackgroundSave
+from mmtrain.runtime.training.hooks.corruption import CHECKED_STATE, CorruptionCheck
 from mmtrain.runtime.training.hooks.elastic import ResumeTime, StandbyPlanning
 from mmtrain.runtime.training.hooks.guards import CourseWatch, FolderGuard, NonFiniteGuard, QuarantineRecorder
 from mmtrain.runtime.training.hooks.held_out import HeldOutEvaluation, Validation
@@ -70,6 +71,7 @@ def open_loop(run: RankRun) -> Iterator[Loop]:
         session.console.print(f"{text}, predicted to take {duration_text(left_s)}", highlight=False)
     session.stop.save_from_now_on()  # all ranks have come here, and the first step takes seconds
     rank_context.faults.start(world.rank)
+    rank_context.faults.take_optimizer(rank_context.optimizer)
     notify = partial(_print_of_rank, world.rank)
     with (
         contextlib.ExitStack() as stack,
@@ -140,11 +142,13 @@ def build_hooks(
     if run.position.best is not None:
         hooks.append(BestCheckpoint(run.position.best, train, world, records))
     hooks += _plugin_hooks(run)
+    checkpointing = Checkpointing(writer, records, train.checkpoint)
     hooks += [
         *_elastic_hooks(run, records),
         LoadImbalanceReports(index, run.targets, rank_context.dp[LLM], records),
         MetricsLog(logs.log, logs.trackers, records),
-        Checkpointing(writer, records, train.checkpoint),
+        *_corruption_check(run, writer, checkpointing, records),
+        checkpointing,
     ]
     if folders is not None:
         hooks.append(HuggingFaceExport(folders, writer, run.session.patient_world, activity))
@@ -169,6 +173,15 @@ def _plugin_hooks(run: RankRun) -> list[StepHook]:
     settings = flatten_settings(recipe)
     seen = HookRun(run.session.request.run_dir, world.rank, world.size, recipe.train.num_steps, settings)
     return [PluginHook(plugin, seen) for plugin in find_hooks(recipe.train.hooks)]
+
+
+def _corruption_check(
+    run: RankRun, writer: CheckpointWriter, saves: Checkpointing, records: RunRecords
+) -> tuple[StepHook, ...]:
+    every = run.rank_context.recipe.train.corruption_check.every
+    if not every:
+        return ()
+    return (CorruptionCheck(run.rank_context, run.position.first_step, every, writer, saves.is_due, records),)
 
 
 def _bad_samples(run: RankRun, records: RunRecords) -> BadSampleTracker:
@@ -234,7 +247,7 @@ def _open_hugging_face_folders(run: RankRun, records: RunRecords) -> HuggingFace
 
 def _make_saver(run: RankRun, course: CourseWatch, folders: HuggingFaceFolders | None) -> BackgroundSaver:
     """Return what saves this run's checkpoints, with everything beside the weights that a resumed run depends on."""
-    best = run.position.best
+    best, optimizer = run.position.best, run.rank_context.optimizer
     state = {
         "facts": resume_facts(run.rank_context.recipe, run.session.index),
         SKIPPED_STATE: list(run.position.skipped_positions),
@@ -242,7 +255,12 @@ def _make_saver(run: RankRun, course: CourseWatch, folders: HuggingFaceFolders |
     return BackgroundSaver(
         run.session.request.run_dir / CHECKPOINTS_FOLDER,
         SavedRank.of(run.rank_context),
-        lambda: {**state, **course.state(), **({} if best is None else best.state())},
+        lambda: {
+            **state,
+            CHECKED_STATE: optimizer.checked_step,
+            **course.state(),
+            **({} if best is None else best.state()),
+        },
         SavingRun(
             run.session.claim.run_id,
             run.session.claim.require,

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from mmtrain.data.stream.count_steps import estimate_epoch, with_counted_steps
-from mmtrain.errors import LaunchError, StoppedAndSaved
+from mmtrain.errors import LaunchError, StateCorrupted, StoppedAndSaved
 from mmtrain.planning.artifact.plan import Plan
 from mmtrain.recipe import Recipe
 from mmtrain.report import read_metrics
@@ -31,6 +31,7 @@ from mmtrain.runtime.training.rank_session import RankSession, open_session
 from mmtrain.runtime.training.start_weights import (
     check_start_weights,
 )
+from mmtrain.runtime.training.switch_plan import free_unused_memory
 from mmtrain.runtime.training.tracked_run import require_no_credentials
 from mmtrain.runtime.training.train_request import TrainRequest
 from mmtrain.runtime.world import (
@@ -43,6 +44,8 @@ from mmtrain.runtime.world import (
     limit_threads,
     way_to_start_own_ranks,
 )
+
+MAX_RESTORES = 3  # in a row without a check that passed later: then the fault is not one of a moment
 
 
 def start_training(request: TrainRequest) -> None:
@@ -130,7 +133,7 @@ def train_rank(request: TrainRequest, address: Address) -> None:
             chosen = choose_plan(request, session.patient_world, session.index)
             session = replace(session, request=replace(session.request, chosen_plan=chosen.plan))
             session = _with_counted_steps(session, chosen.plan)
-            checkpoint = train_on_plan(session, chosen)
+            checkpoint = train_restoring(session, chosen)
             if checkpoint is None and session.world.is_first:
                 _print_summary(session, chosen)
         leave()
@@ -178,7 +181,31 @@ def train_on_plan(session: RankSession, chosen: ChosenPlan) -> Path | None:
     one, see `switch_plan`.
     """
     run = build_run(session, chosen)
-    with open_loop(run) as loop:
-        checkpoint = loop.run(run.position.first_step)
+    try:
+        with open_loop(run) as loop:
+            checkpoint = loop.run(run.position.first_step)
+    except StateCorrupted:  # on all ranks, which may train on from a checkpoint
+        release_groups(run.rank_context.transport.groups)
+        raise
     release_groups(run.rank_context.transport.groups)
     return checkpoint
+
+
+def train_restoring(session: RankSession, chosen: ChosenPlan) -> Path | None:
+    """Train on the plan, and with `train.on_corruption: restore` go back to the newest checkpoint where state changed.
+
+    All ranks find that in the same step. Raises StateCorrupted if the run does not get past a step in
+    `MAX_RESTORES` attempts, or if it is to stop.
+    """
+    checked_step, num_restores = 0, 0
+    while True:
+        try:
+            return train_on_plan(session, chosen)
+        except StateCorrupted as error:
+            has_advanced = error.checked_step > checked_step
+            checked_step, num_restores = error.checked_step, 1 if has_advanced else num_restores + 1
+            if session.request.recipe.train.on_corruption == "stop" or num_restores > MAX_RESTORES:
+                raise
+            session.console.print(f"{error}. Going back to it", style="red", highlight=False, soft_wrap=True)
+        free_unused_memory()  # of the model that the error held
+        session = replace(session, request=replace(session.request, resume=True, go_back=None))
