@@ -3,16 +3,17 @@
 import contextlib
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from mmtrain.checkpoint import SavingRun
 from mmtrain.costs.recorded_costs import RECORDED_COSTS_FILE
 from mmtrain.data import BadSampleTracker, Loader, StepRequest, read_quarantine
 from mmtrain.planning.artifact.plan import Plan
 from mmtrain.program import LLM
-from mmtrain.report import RunLog, open_progress
+from mmtrain.report import RunLog, StepMetrics, TimeSplit, open_progress
 from mmtrain.report.epoch_text import duration_text
 from mmtrain.report.trackers import TrackerFeeds
 from mmtrain.runtime.evaluation.metrics import find_metrics
@@ -43,7 +44,7 @@ from mmtrain.runtime.training.rank_run import RankRun
 from mmtrain.runtime.training.run_records import RunRecords
 from mmtrain.runtime.training.standby_plans import load_standby_plan, rank_counts_ahead
 from mmtrain.runtime.training.start_run import resume_facts
-from mmtrain.runtime.training.step_hook import StepHook
+from mmtrain.runtime.training.step_hook import StepContext, StepHook
 from mmtrain.runtime.training.step_metrics import RankFlags
 from mmtrain.runtime.training.tracked_run import flatten_settings, open_run_trackers
 
@@ -88,6 +89,7 @@ def open_loop(run: RankRun) -> Iterator[Loop]:
         hooks = build_hooks(run, validation, course, saver, RunLogs(log, trackers, records), folders)
         for hook in hooks:
             stack.callback(hook.close)
+        _catch_up(run, hooks, log)
         if folders is not None and not run.has_steps_left:  # it was killed while its last folders were written
             folders.look_again(last_step=run.position.first_step)
             finish_folders(folders, session.patient_world, rank_context.activity)
@@ -102,6 +104,19 @@ def open_loop(run: RankRun) -> Iterator[Loop]:
             early_end=lambda: None if run.position.best is None else run.position.best.early_end(),
         )
         rank_context.activity.start(ENDING)
+
+
+def _catch_up(run: RankRun, hooks: Sequence[StepHook], log: RunLog) -> None:
+    """Let hooks do what the run had left out in the step that it resumes from, when a signal stopped it."""
+    first_step, num_steps = run.position.first_step, run.rank_context.recipe.train.num_steps
+    logged: dict[str, Any] = run.session.patient_world.on_first(lambda: (log.steps() or [{}])[-1]) if first_step else {}
+    if logged.get("step") != first_step:
+        return
+    ctx = StepContext(first_step - 1, num_steps)
+    none_s = TimeSplit(0.0, 0.0, 0.0, 0.0)
+    ctx.metrics = StepMetrics(first_step, 0.0, 0.0, 0.0, 1.0, 0, 0, 0.0, 0.0, 0.0, none_s, 0)
+    for hook in hooks:
+        hook.catch_up(ctx, logged)
 
 
 def build_hooks(
