@@ -19,6 +19,7 @@ from mmtrain.runtime.execution.precision import set_determinism
 from mmtrain.runtime.execution.process_groups import release_groups
 from mmtrain.runtime.resilience.failures import is_stopped_early, lost_peers_named
 from mmtrain.runtime.resilience.launch import LauncherMonitor, free_port, has_watching_launcher
+from mmtrain.runtime.resilience.run_end import leave_in_time
 from mmtrain.runtime.resilience.signals import StopSignalListener
 from mmtrain.runtime.run_folder import read_run_state
 from mmtrain.runtime.training.choose_plan import ChosenPlan, choose_plan
@@ -40,7 +41,6 @@ from mmtrain.runtime.world import (
     has_agent_store,
     introduce_address,
     join,
-    leave,
     limit_threads,
     way_to_start_own_ranks,
 )
@@ -128,7 +128,8 @@ def train_rank(request: TrainRequest, address: Address) -> None:
         stop = stack.enter_context(StopSignalListener(has_nothing_to_save=True))
         if has_watching_launcher(address):
             stack.enter_context(LauncherMonitor(address.rank))
-        with open_session(request, address, join(address), stop) as session:
+        watchdog_s = request.recipe.train.watchdog_s
+        with open_session(request, address, join(address, watch_s=watchdog_s), stop) as session:
             session.activity.start(PLANNING if session.world.is_first else AWAITING_PLAN)
             chosen = choose_plan(request, session.patient_world, session.index)
             session = replace(session, request=replace(session.request, chosen_plan=chosen.plan))
@@ -136,7 +137,7 @@ def train_rank(request: TrainRequest, address: Address) -> None:
             checkpoint = train_restoring(session, chosen)
             if checkpoint is None and session.world.is_first:
                 _print_summary(session, chosen)
-        leave()
+        leave_in_time(session.world, watchdog_s, StoppedAndSaved.exit_code if checkpoint else 0)
     if checkpoint:
         raise StoppedAndSaved(f"stopped by a signal and saved {checkpoint}; {_how_to_go_on(request, address)}")
 
