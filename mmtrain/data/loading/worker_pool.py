@@ -29,7 +29,7 @@ MAX_FAULTS_PER_SAMPLE = 2  # crashes and hangs over its media, before they are l
 HANG_TIMEOUT_S = 60.0  # that a worker may spend on one image, clip or video
 HANG_CHECK_INTERVAL_S = 5.0
 HOST_ANSWER_LIMIT_S = 300.0  # of starting Python and reading the index; forking a worker takes milliseconds
-MAX_HOST_END_S = 5.0  # in which the host kills its workers and ends
+MAX_HOST_END_S = 2.0  # in which the host kills its workers and ends
 _CRASH_SIGNALS = named_signals(("SIGSEGV", "SIGBUS", "SIGABRT", "SIGILL", "SIGFPE"))  # caused by itself
 # Workers are the parallelism: threads inside them would only compete.
 _SINGLE_THREADED = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}

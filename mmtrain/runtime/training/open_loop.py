@@ -196,7 +196,8 @@ def _corruption_check(
     every = run.rank_context.recipe.train.corruption_check.every
     if not every:
         return ()
-    return (CorruptionCheck(run.rank_context, run.position.first_step, every, writer, saves.is_due, records),)
+    position, is_mixed = run.position, run.session.request.mixed_devices
+    return (CorruptionCheck(run.rank_context, position.first_step, every, writer, saves.is_due, records, is_mixed),)
 
 
 def _bad_samples(run: RankRun, records: RunRecords) -> BadSampleTracker:

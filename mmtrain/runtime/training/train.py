@@ -134,7 +134,7 @@ def train_rank(request: TrainRequest, address: Address) -> None:
             chosen = choose_plan(request, session.patient_world, session.index)
             session = replace(session, request=replace(session.request, chosen_plan=chosen.plan))
             session = _with_counted_steps(session, chosen.plan)
-            checkpoint = train_restoring(session, chosen)
+            checkpoint = train_on_plan(session, chosen)
             if checkpoint is None and session.world.is_first:
                 _print_summary(session, chosen)
         leave_in_time(session.world, watchdog_s, StoppedAndSaved.exit_code if checkpoint else 0)
@@ -180,33 +180,29 @@ def train_on_plan(session: RankSession, chosen: ChosenPlan) -> Path | None:
 
     Return the checkpoint of a run that a signal stopped. Nothing is left of the plan: the session can train on another
     one, see `switch_plan`.
-    """
-    run = build_run(session, chosen)
-    try:
-        with open_loop(run) as loop:
-            checkpoint = loop.run(run.position.first_step)
-    except StateCorrupted:  # on all ranks, which may train on from a checkpoint
-        release_groups(run.rank_context.transport.groups)
-        raise
-    release_groups(run.rank_context.transport.groups)
-    return checkpoint
 
-
-def train_restoring(session: RankSession, chosen: ChosenPlan) -> Path | None:
-    """Train on the plan, and with `train.on_corruption: restore` go back to the newest checkpoint where state changed.
-
-    All ranks find that in the same step. Raises StateCorrupted if the run does not get past a step in
-    `MAX_RESTORES` attempts, or if it is to stop.
+    With `train.on_corruption: restore` all ranks go back to the newest checkpoint where state changed by itself; they
+    find that in the same step. Raises StateCorrupted if the run is to stop then, or does not get further in
+    `MAX_RESTORES` attempts.
     """
     checked_step, num_restores = 0, 0
     while True:
+        run = build_run(session, chosen)
+        groups, corruption = run.rank_context.transport.groups, None
+        checkpoint: Path | None = None
         try:
-            return train_on_plan(session, chosen)
+            with contextlib.ExitStack() as stack:  # no name holds the loop, and with it the model
+                checkpoint = stack.enter_context(open_loop(run)).run(run.position.first_step)
         except StateCorrupted as error:
-            has_advanced = error.checked_step > checked_step
-            checked_step, num_restores = error.checked_step, 1 if has_advanced else num_restores + 1
-            if session.request.recipe.train.on_corruption == "stop" or num_restores > MAX_RESTORES:
-                raise
-            session.console.print(f"{error}. Going back to it", style="red", highlight=False, soft_wrap=True)
-        free_unused_memory()  # of the model that the error held
+            corruption = error.with_traceback(None)  # which would keep the model
+        release_groups(groups)
+        if corruption is None:
+            return checkpoint
+        has_advanced = corruption.checked_step > checked_step
+        checked_step, num_restores = corruption.checked_step, 1 if has_advanced else num_restores + 1
+        if session.request.recipe.train.on_corruption == "stop" or num_restores > MAX_RESTORES:
+            raise corruption
+        session.console.print(f"{corruption}. Going back to it", style="red", highlight=False, soft_wrap=True)
+        del run, stack
+        free_unused_memory()
         session = replace(session, request=replace(session.request, resume=True, go_back=None))

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 
 from mmtrain.durable_files import append_line
 from mmtrain.errors import StateCorrupted
@@ -30,16 +31,21 @@ class CorruptionCheck(StepHook):
         writer: CheckpointWriter,
         saves: Callable[[StepContext], bool],
         records: RunRecords,
+        has_mixed_devices: bool,
     ) -> None:
         """Watch what was loaded, from the state after `first_step` steps on. All ranks call this together.
 
-        `saves` says whether a checkpoint follows a step. Raises StateCorrupted where ranks have loaded different state.
+        `saves` says whether a checkpoint follows a step. Devices of several kinds may round the same update otherwise.
+        Raises StateCorrupted where ranks have loaded different state.
         """
         self._every, self._writer, self._saves = every, writer, saves
         self._records = records
         self._activity = rank_context.activity
         self._activity.start(CHECKING)
-        self._sums = StateSums(rank_context.optimizer.held(), rank_context.world, first_step)
+        held = list(rank_context.optimizer.held())
+        if has_mixed_devices:
+            held = [replace(one, replicas=()) if one.changes == "by update" else one for one in held]
+        self._sums = StateSums(held, rank_context.world, first_step)
         self._check(first_step)
         rank_context.optimizer.watch_state(self._sums)
 
