@@ -86,9 +86,7 @@ class World:
     store: Store | None = field(default=None, repr=False, compare=False)
     group: dist.ProcessGroup | None = field(default=None, repr=False, compare=False)  # of objects; None: the default
     collective_timeout: timedelta | None = field(default=None, repr=False, compare=False)  # None: torch's own
-    start_watch: StartWatch | None = field(
-        default=None, repr=False, compare=False
-    )  # over all ranks; until one closes it
+    start_watch: StartWatch | None = field(default=None, repr=False, compare=False)  # to be closed by who joined
 
     @property
     def is_first(self) -> bool:

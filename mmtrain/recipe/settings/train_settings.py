@@ -214,6 +214,7 @@ class CorruptionCheckSettings(Section):
     every: int = setting(
         100,
         ge=0,
+        le=1000,
         affects=NOTHING,
         added_later=True,
         description="Steps between two looks at the sums that every rank takes around each update. There is one before "
