@@ -59,6 +59,7 @@ class LogEntries:
 
     entries: list[dict[str, Any]]
     num_damaged: int  # without a last line that has no end, which is what a kill leaves
+    is_torn: bool = False  # there is such a line, and it is no entry
 
 
 def read_log(path: Path, is_valid: Callable[[dict[str, Any]], bool] = lambda _: True) -> LogEntries:
@@ -68,6 +69,7 @@ def read_log(path: Path, is_valid: Callable[[dict[str, Any]], bool] = lambda _: 
     lines = path.read_bytes().split(b"\n")
     entries = []
     num_damaged = 0
+    is_torn = False
     for number, line in enumerate(lines, start=1):
         try:
             entry = json.loads(line)
@@ -77,7 +79,9 @@ def read_log(path: Path, is_valid: Callable[[dict[str, Any]], bool] = lambda _: 
             entries.append(entry)
         elif number < len(lines):  # the last one has no end, or is the nothing after the last end
             num_damaged += 1
-    return LogEntries(entries, num_damaged)
+        else:
+            is_torn = bool(line)
+    return LogEntries(entries, num_damaged, is_torn)
 
 
 def cut_log(
@@ -86,8 +90,13 @@ def cut_log(
     notify: Callable[[str], None],
     is_valid: Callable[[dict[str, Any]], bool] = lambda _: True,
 ) -> None:
-    """Keep only some entries of a log, in one step; set the file aside first if it holds lines that are no entries."""
+    """Keep only some entries of a log, in one step; set the file aside first if it holds lines that are no entries.
+
+    `notify` hears of that, and of a last line without an end.
+    """
     log = read_log(path, is_valid)
+    if log.is_torn:
+        notify(f"{path}: its last line has no end, as a kill or a full disk leaves one, and is dropped")
     if log.num_damaged:
         notify(set_aside(path, f"{log.num_damaged} of its lines cannot be read; the others are kept"))
     elif not path.is_file():

@@ -4,6 +4,7 @@
     |-- RunError                 exit 1   something broke while running
     |   |-- CheckpointError      exit 1   a checkpoint is damaged or missing
     |   |-- RankDied             exit 1   a rank was killed
+    |   |-- StateCorrupted       exit 1   weights or optimizer state changed although nothing wrote them
     |   |-- EndedBySignal        exit 1   a signal ended what saves nothing
     |   |-- TooManyBadSamples    exit 1   more samples are unusable than data.max_bad_rate allows
     |   |-- PluginError          exit 1   code of another package failed, which the message names
@@ -49,6 +50,14 @@ class RankDied(RunError):  # noqa: N818 - names what happened to a rank
     def __init__(self, message: str, rank: int) -> None:
         super().__init__(message)
         self.rank = rank
+
+
+class StateCorrupted(RunError):  # noqa: N818 - names a state of the run
+    """Weights or optimizer state changed although nothing wrote them; `checked_step`: after which they were right."""
+
+    def __init__(self, message: str, checked_step: int) -> None:
+        super().__init__(message)
+        self.checked_step = checked_step
 
 
 class EndedBySignal(RunError):  # noqa: N818 - names what happened

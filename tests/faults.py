@@ -7,16 +7,18 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from mmtrain.checkpoint import LocalStorage, Storage
 from mmtrain.checkpoint.storage import FileSum
-from mmtrain.program import Action, Forward, Step
+from mmtrain.program import Action, Backward, Forward, Step
 from mmtrain.runtime.execution.fault_points import FaultPoints
+from mmtrain.runtime.execution.optimizer import Optimizer
 from mmtrain.runtime.resilience.signals import STOP_LISTENER_THREAD, StopSignalListener
 from tests.waiting import poll
 
@@ -164,6 +166,51 @@ class SignalBeforeSteps(FaultPoints):
                 poll(_has_noted_a_stop_signal)
 
 
+@dataclass
+class FlipBit(FaultPoints):
+    """Flips a bit of what `rank` holds under a name, once.
+
+    It does so before the first backward of `step` (from 0), or in its update. `once` is a file that records the fault.
+    Where its folder does not exist, the bit flips again after each restore.
+    """
+
+    rank: int
+    step: int
+    name: str
+    once: Path
+    in_update: bool = False
+
+    def start(self, rank: int) -> None:
+        """See `FaultPoints`."""
+        self._is_here = rank == self.rank and not self.once.exists()
+
+    def take_optimizer(self, optimizer: Optimizer) -> None:
+        """See `FaultPoints`."""
+        self._optimizer, self._next_step = optimizer, 0
+        if self._is_here and self.in_update:
+            for unit in optimizer.units.values():
+                unit.step = partial(self._step, unit.step)  # type: ignore[method-assign]
+
+    def before_action(self, step: int, action: Action) -> None:
+        """See `FaultPoints`."""
+        self._next_step = step
+        if self._is_here and not self.in_update and step == self.step and isinstance(action, Backward):
+            self._flip()
+
+    def _step(self, step: Callable[..., None], *arguments: Any) -> None:
+        step(*arguments)
+        if self._is_here and self._next_step == self.step:
+            self._flip()
+
+    def _flip(self) -> None:
+        self._is_here = False
+        if self.once.parent.exists():
+            self.once.touch()
+        [held] = [held for held in self._optimizer.held() if held.name == self.name]
+        content = held.tensor.detach().view(-1).view(torch.uint8).numpy()  # autograd does not see what numpy writes
+        content[1] ^= 1
+
+
 class AllOf(FaultPoints):
     """Several faults in one run; the first decides where checkpoints go."""
 
@@ -174,6 +221,11 @@ class AllOf(FaultPoints):
         """See `FaultPoints`."""
         for fault in self.faults:
             fault.start(rank)
+
+    def take_optimizer(self, optimizer: Optimizer) -> None:
+        """See `FaultPoints`."""
+        for fault in self.faults:
+            fault.take_optimizer(optimizer)
 
     def before_action(self, step: int, action: Action) -> None:
         """See `FaultPoints`."""

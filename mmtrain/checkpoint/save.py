@@ -31,13 +31,15 @@ class Snapshot:
 
     `state` and `rank_state` are JSON values: position in the data, schedule, random generators as integers or hex. A
     value of `state[SUSPECT_SINCE]` other than None rates the checkpoint as suspect: its weights may be spoiled.
-    `state[BEST_STEP]` names the step of the best checkpoint so far, which is kept.
+    `state[BEST_STEP]` names the step of the best checkpoint so far, which is kept. `verify` raises CheckpointError if
+    the shards have changed until they were written; then nothing is committed.
     """
 
     step: int
     shards: Sequence[Shard]  # the pieces this rank owns: exactly one of the ranks that hold the same tensor passes it
     state: Mapping[str, Any] = field(default_factory=dict)  # common to all ranks; the one of rank 0 is saved
     rank_state: Mapping[str, Any] = field(default_factory=dict)
+    verify: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,7 @@ def _write_rank_files(draft: Path, snapshot: Snapshot, rank: int, storage: Stora
             layout.state_file(rank): [rank_state],
         }
         files = {name: asdict(write_file(draft / name, chunks, storage)) for name, chunks in contents.items()}
+        snapshot.verify()
         return {"files": files, "pieces": pieces}
     except Exception as error:
         return {"error": f"rank {rank}: {describe(error)}"}

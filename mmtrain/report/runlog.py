@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from mmtrain.durable_files import append_line, cut_log, read_log
+from mmtrain.durable_files import append_line, cut_log, read_log, write_whole
 from mmtrain.planning.artifact.plan import Plan
 from mmtrain.recipe.settings.parallel_settings import ClusterSettings
 from mmtrain.report.logged_totals import measured_phases
@@ -54,6 +54,19 @@ class RunLog:
             return
         self._lines.write(json.dumps(metrics.to_json(), allow_nan=False) + "\n")
         self._lines.flush()
+
+    def add(self, step: int, values: Mapping[str, Any]) -> None:
+        """Add values to the entry of a logged step, in one step of the file system. Raises OSError."""
+        if not self._enabled:
+            return
+        path = self._run_dir / METRICS_FILE
+        entries = [{**entry, **values} if entry["step"] == step else entry for entry in read_metrics(self._run_dir)]
+        last_step_s = time_of_last_step(self._run_dir)
+        write_whole(path, "".join(json.dumps(entry) + "\n" for entry in entries))
+        self._lines.close()
+        self._lines = path.open("a", encoding="utf-8")
+        if last_step_s is not None:
+            os.utime(path, (last_step_s, last_step_s))
 
     def answers(self, step: int, answers: Sequence[Mapping[str, Any]]) -> None:
         """Log answers to held-out questions before the step after which they were given. Raises OSError."""

@@ -23,6 +23,7 @@ TRACE_FILE = "trace.json"  # of the steps that `train.trace_steps` names
 SKIPPED_POSITIONS_FILE = "skipped_positions.json"  # of the data, that `--skip-steps` leaves out
 ABANDONED_FOLDER = "abandoned"  # what came after the checkpoints that the run went back to
 SKIPPED_STEPS_FILE = "skipped.jsonl"  # steps whose gradient was not finite, with their samples
+CORRUPTION_FILE = "corruption.jsonl"  # what changed by itself of weights and optimizer state, and when it was found
 STANDBY_PLANS_FOLDER = "plans"  # for other numbers of ranks, with `--elastic`
 RUN_STATE_FILE = "state.json"
 RunStatus = Literal["running", "done", "stopped", "failed"]

@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from typing import TypeVar, cast
 
 import torch
@@ -19,6 +20,7 @@ from mmtrain.errors import LaunchError, MmtrainError
 from mmtrain.machine_limits import num_available_cores
 from mmtrain.runtime.device_rates import hardware_of_gpu
 from mmtrain.runtime.gloo_threads import calm_gloo_threads
+from mmtrain.runtime.heartbeats import StartWatch
 from mmtrain.runtime.rendezvous import (
     RENDEZVOUS_LIMIT_S,
     MeetingPlace,
@@ -86,6 +88,7 @@ class World:
     store: Store | None = field(default=None, repr=False, compare=False)
     group: dist.ProcessGroup | None = field(default=None, repr=False, compare=False)  # of objects; None: the default
     collective_timeout: timedelta | None = field(default=None, repr=False, compare=False)  # None: torch's own
+    start_watch: StartWatch | None = field(default=None, repr=False, compare=False)  # to be closed by who joined
 
     @property
     def is_first(self) -> bool:
@@ -356,12 +359,14 @@ def reject_shared_devices(devices: Sequence[object]) -> None:
             )
 
 
-def join(address: Address, *, on_host: bool = False) -> World:
+def join(address: Address, *, on_host: bool = False, watch_s: float = 0.0) -> World:
     """Join the default process group; after `leave`, the same ranks may join again.
 
     A group that this process has from before ends: that of a model that it computed alone, or of a run that failed.
 
     on_host: the ranks exchange objects only. They take no GPU, whose memory is left to other processes.
+    watch_s: after so long without a sign of life of a rank that had come, this process ends. The caller closes
+        `start_watch` of the world when something else watches. 0: nothing is watched.
 
     Raises LaunchError when the port cannot be used, a rank does not arrive in time, or two ranks have one GPU.
     """
@@ -376,7 +381,7 @@ def join(address: Address, *, on_host: bool = False) -> World:
         _require_bindable(address)
     place = MeetingPlace(address.rank, address.world_size, address.master, address.port, address.origin)
     try:
-        prefix = _meet(address, place, cuda)
+        store, watch = _meet(address, place, cuda, watch_s)
     except (RuntimeError, ValueError) as e:
         origin = f" ({address.origin})" if address.origin else ""
         raise LaunchError(
@@ -385,15 +390,18 @@ def join(address: Address, *, on_host: bool = False) -> World:
             "others (GLOO_SOCKET_IFNAME names the network), and that all ranks were started"
         ) from e
     calm_gloo_threads()
-    world = World(address.rank, address.world_size, device, _second_client(address, prefix))
+    world = World(address.rank, address.world_size, device, store, start_watch=watch)
     if cuda:
         uuid = torch.cuda.get_device_properties(device).uuid
         reject_shared_devices(world.all_gather(f"{socket.gethostname()}, {uuid}"))
     return world
 
 
-def _meet(address: Address, place: MeetingPlace, cuda: bool) -> str:
-    """Wait for all ranks, and make the default process group of them; return the prefix of their keys."""
+def _meet(address: Address, place: MeetingPlace, cuda: bool, watch_s: float) -> tuple[Store | None, StartWatch | None]:
+    """Wait for all ranks, and make the default process group of them.
+
+    Return a client of their store for background threads, and the watch over the ranks; None for one rank.
+    """
     patience = Patience()
     if address not in _meeting_points:
         if not _hosts_store(address):
@@ -403,20 +411,29 @@ def _meet(address: Address, place: MeetingPlace, cuda: bool) -> str:
     meeting_point.num_meetings += 1
     prefix = _store_prefix(address, meeting_point.num_meetings)
     store = PrefixStore(prefix, meeting_point.store)
-    await_all_ranks(store, place, patience, may_repeat=has_agent_store(address))
-    with noting_progress(
-        Patience(), f"all ranks have come to {place.to_text()}, and rank {place.rank} connects to the others"
-    ):
-        dist.init_process_group(
-            # Objects go over gloo: NCCL would pickle them through the memory of GPUs.
-            "cpu:gloo,cuda:nccl" if cuda else "gloo",
-            store=store,
-            rank=address.rank,
-            world_size=address.world_size,
-            timeout=RENDEZVOUS_TIMEOUT,
-        )
+    watch = None
+    if watch_s and address.world_size > 1:
+        watch = StartWatch(partial(_new_client, address, prefix), place, watch_s)
+    try:
+        await_all_ranks(store, place, patience, may_repeat=has_agent_store(address))
+        with noting_progress(
+            Patience(), f"all ranks have come to {place.to_text()}, and rank {place.rank} connects to the others"
+        ):
+            dist.init_process_group(
+                # Objects go over gloo: NCCL would pickle them through the memory of GPUs.
+                "cpu:gloo,cuda:nccl" if cuda else "gloo",
+                store=store,
+                rank=address.rank,
+                world_size=address.world_size,
+                timeout=RENDEZVOUS_TIMEOUT,
+            )
+    except BaseException:
+        if watch is not None:
+            watch.close()
+        raise
     _set_group_timeout(COLLECTIVE_TIMEOUT)  # of what follows; all ranks were there to connect
-    return prefix
+    # A wait of the main thread blocks torch's own client, lock included.
+    return None if address.world_size == 1 else _new_client(address, prefix), watch
 
 
 def _set_group_timeout(timeout: timedelta) -> None:
@@ -452,10 +469,8 @@ def _listen_on_loopback(port: int) -> int:
         return listener.detach()
 
 
-def _second_client(address: Address, prefix: str) -> Store | None:
-    """Connect to the store again: a wait of the main thread blocks torch's own client, lock included."""
-    if address.world_size == 1:
-        return None
+def _new_client(address: Address, prefix: str) -> Store:
+    """Connect to the store again, for a background thread."""
     return PrefixStore(f"{prefix}/threads", _connect(address, is_master=False))
 
 

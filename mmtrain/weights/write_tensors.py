@@ -3,16 +3,17 @@
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from mmtrain.checkpoint import Checkpoint, LocalStorage
 from mmtrain.checkpoint.tensorfile import TensorEntry, header_bytes, tensor_bytes
-from mmtrain.durable_files import sync_file, sync_folder
+from mmtrain.durable_files import sync_file, sync_folder, take_lock
 from mmtrain.errors import UserError, writing
 from mmtrain.families import ParameterSource
 from mmtrain.families.weight_layouts import sources_by_tensor
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 ExportDtype = Literal["bf16", "fp16", "fp32"]
 DRAFT_SUFFIX = ".draft"  # of the names of hidden folders that are not complete
+_DRAFT_NAME = re.compile(rf"\..+\.(\d+){re.escape(DRAFT_SUFFIX)}")  # with the process that writes it
 MAX_FILE_BYTES = 5_000_000_000  # as `save_pretrained` of transformers splits files
 TORCH_NAMES: Mapping[ExportDtype, str] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
@@ -84,9 +86,12 @@ def draft_folder(out: Path, what: str, further_files: Mapping[str, str] | None =
     Raises UserError, which calls the content `what`, if it cannot be written.
     """
     draft = out.with_name(f".{out.name}.{os.getpid()}{DRAFT_SUFFIX}")
-    with writing("--out", out, what):
+    with writing("--out", out, what), ExitStack() as stack:
         try:
-            draft.mkdir(parents=True)
+            out.parent.mkdir(parents=True, exist_ok=True)
+            remove_dead_drafts(out.parent)
+            draft.mkdir()
+            stack.enter_context(_held_draft(draft))
             yield draft
             for name, text in (further_files or {}).items():
                 (draft / name).write_text(text, encoding="utf-8")
@@ -95,6 +100,45 @@ def draft_folder(out: Path, what: str, further_files: Mapping[str, str] | None =
             sync_folder(out.parent)
         finally:
             shutil.rmtree(draft, ignore_errors=True)
+
+
+def remove_dead_drafts(parent: Path) -> None:
+    """Remove the hidden drafts in a folder whose processes were killed; each is as large as a model.
+
+    A process holds a lock on its draft as long as it writes. Where a file system has no locks, drafts stay.
+    """
+    for draft in parent.glob(f".*{DRAFT_SUFFIX}"):
+        name = _DRAFT_NAME.fullmatch(draft.name)
+        if name is None or draft.is_symlink() or not draft.is_dir():
+            continue
+        with _held_draft(draft) as is_held:
+            if is_held and not _runs_here(int(name[1])):
+                shutil.rmtree(draft, ignore_errors=True)
+
+
+def _runs_here(pid: int) -> bool:
+    """Return whether a process of this number runs on this machine: it may be about to lock the draft that it made."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):  # of another user, or no number of a process
+        return True
+    return True
+
+
+@contextmanager
+def _held_draft(draft: Path) -> Iterator[bool]:
+    """Hold the lock on a draft; yield whether this process has it."""
+    try:
+        folder = os.open(draft, os.O_RDONLY)
+    except OSError:  # gone meanwhile, or a system whose folders cannot be opened
+        yield False
+        return
+    try:
+        yield take_lock(folder, wait=False) is True
+    finally:
+        os.close(folder)
 
 
 def _sync_all(folder: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from mmtrain.data import Loader, StepData
 from mmtrain.data.loader import choose_num_workers
+from mmtrain.data.loading import worker_pool
 from mmtrain.data.loading.batch_builder import ReadMonitor, StepBuilder, StepRequest
 from mmtrain.data.loading.payload import PayloadNeed
 from mmtrain.data.loading.step_format import unpack
@@ -233,6 +234,17 @@ def test_closing_ends_workers_that_never_finish() -> None:
         processes = [host, *host.children()]
         assert len(processes) == 3
     assert psutil.wait_procs(processes, timeout=MAX_WAIT_S)[1] == []
+
+
+def test_closing_ends_a_host_that_is_stopped_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_pool, "MAX_HOST_END_S", 0.1)
+    notes: list[str] = []
+    with WorkerPool[int](StuckStepBuilder(), 2, notes.append):
+        [host] = hosts()
+        processes = [host, *host.children()]
+        host.suspend()
+    assert psutil.wait_procs(processes, timeout=MAX_WAIT_S)[1] == []
+    assert notes == ["the process that starts loader workers did not end in 0.1 s; it is killed"]
 
 
 TRAINER = """

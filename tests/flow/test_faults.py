@@ -80,6 +80,23 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(data: Path, tmp_path
     assert [folder.name for folder in find(tmp_path / CHECKPOINTS_FOLDER)] == ["step-00000003"]
 
 
+@pytest.mark.slow  # `tests/runtime/test_hooks.py` catches up without a model
+@pytest.mark.parametrize("step", [2, NUM_STEPS - 1])
+def test_a_signal_in_a_step_that_measures_loses_no_measurement(data: Path, tmp_path: Path, step: int) -> None:
+    measuring = ("train.validate_every=3", "train.validate_batches=1", "train.best={metric: val_loss}")
+    unbroken, broken = (request_for(data, tmp_path / name, *measuring) for name in ("unbroken", "broken"))
+    assert run_all(unbroken, unbroken) == ["", ""]
+    run_all(broken, broken, faults=FailAt(1, step, "signal"))
+    assert len([entry for entry in read_metrics(broken.run_dir) if "val_loss" in entry]) == step // 3
+    resumed = replace(broken, resume=True)
+    assert run_all(resumed, resumed) == ["", ""]
+    losses = [[entry.get("val_loss") for entry in read_metrics(run.run_dir)] for run in (unbroken, broken)]
+    assert losses[0] == losses[1]
+    assert [loss is not None for loss in losses[1]] == [False, False, True, False, False, True]
+    if step != NUM_STEPS - 1:  # else the last checkpoint was saved before the last measurement
+        assert_same_end(broken.run_dir, unbroken.run_dir)
+
+
 def test_a_run_that_gets_a_signal_in_its_last_step_is_done(data: Path, tmp_path: Path) -> None:
     request = request_for(data, tmp_path)
     assert run_all(request, request, faults=FailAt(0, NUM_STEPS - 1, "signal")) == ["", ""]

@@ -2,25 +2,33 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 
 from mmtrain.errors import CheckpointError, FolderTaken, RunError
-from mmtrain.recipe.settings.train_settings import CheckpointSettings
+from mmtrain.recipe.settings.train_settings import BestSettings, CheckpointSettings, TrainSettings
+from mmtrain.report import RunLog, StepMetrics, TimeSplit, read_metrics
 from mmtrain.runtime.execution.activity import Activity
 from mmtrain.runtime.execution.executor import StepInput, StepOutcome
 from mmtrain.runtime.resilience.folder_lock import FolderLock
 from mmtrain.runtime.run_folder import SKIPPED_STEPS_FILE, read_run_state
+from mmtrain.runtime.training.hooks.best_checkpoint import BestCheckpoint, BestTracker
 from mmtrain.runtime.training.hooks.checkpoints import Checkpointing, CheckpointWriter, FinishBackgroundSave
 from mmtrain.runtime.training.hooks.guards import FolderGuard, NonFiniteGuard
+from mmtrain.runtime.training.hooks.reports import MetricsLog
 from mmtrain.runtime.training.loop import Loop
 from mmtrain.runtime.training.run_records import RunRecords
 from mmtrain.runtime.training.step_hook import StepContext, StepHook
 from mmtrain.runtime.training.step_metrics import RankFlags
+from mmtrain.runtime.world import World
+
+METRICS = StepMetrics(1, 2.0, 1.0, 0.1, 0.5, 4, 100, 0.1, 0.2, 1e12, TimeSplit(0.4, 0.1, 0.0, 0.0), 1000)
 
 
 class Notes:
@@ -269,3 +277,27 @@ def test_the_checkpoint_of_the_best_step_is_saved_and_that_of_an_early_end_waite
     save.after_step(last)
     assert saver.starts == [(2, True), (3, False)]
     assert last.checkpoint == Path("step-3")
+
+
+def test_what_a_stopped_step_left_out_is_added_to_its_entry_once(tmp_path: Path, records: RunRecords) -> None:
+    with RunLog(tmp_path, 1, enabled=True) as log:
+        log.step(METRICS)
+        log.step(replace(METRICS, step=2, extra={"of_a_plugin": 1.0}))
+        tracker = BestTracker(BestSettings(metric="val_loss"))
+        train = TrainSettings.model_construct(best=BestSettings(metric="val_loss"), validate_every=2)
+        hooks = (
+            BestCheckpoint(tracker, train, World(0, 1, torch.device("cpu")), records),
+            MetricsLog(log, cast(Any, None), records),
+        )
+        logged = read_metrics(tmp_path)[-1]
+        ctx = StepContext(1, 10)
+        ctx.metrics = replace(METRICS, step=2, val_loss=0.5, extra={"val_anls": 0.25})
+        for hook in hooks:
+            hook.catch_up(ctx, logged)
+        log.step(replace(METRICS, step=3))
+    first, second, third = read_metrics(tmp_path)
+    assert (first["step"], third["step"], "val_loss" in first) == (1, 3, False)
+    assert second == {**logged, "val_loss": 0.5, "extra": {"of_a_plugin": 1.0, "val_anls": 0.25}}
+    assert (tracker.best_step, tracker.best_value) == (2, 0.5)
+    hooks[0].catch_up(ctx, second)
+    assert tracker.state()["best"]["num_without_gain"] == 0, "it was measured, and is not observed twice"

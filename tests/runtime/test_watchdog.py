@@ -257,7 +257,7 @@ def test_the_run_ends_although_its_folder_hangs_too(tmp_path: Path, monkeypatch:
 def test_a_process_that_does_not_run_is_noticed_by_rank_0_and_rank_0_by_the_others() -> None:
     clock_s = [0.0]
     store = HashStore()
-    ranks = [Heartbeats(store, _world(rank, 3, store), clock=lambda: clock_s[0]) for rank in range(3)]
+    ranks = [Heartbeats(store, rank, 3, clock=lambda: clock_s[0]) for rank in range(3)]
 
     def beat(*running: int) -> list[float]:
         for _ in range(2):  # in the first round they may hear of beats before those of this call
@@ -281,7 +281,7 @@ def test_a_silent_rank_ends_an_elastic_run_long_before_the_limit_of_a_hang(
     store, end = HashStore(), _End()
     activity = Activity(clock=lambda: 0.0)
     activity.start(phase)
-    silent = Heartbeats(store, _world(1, 2, store))
+    silent = Heartbeats(store, 1, 2)
     silent.beat()
     with Watchdog(activity, 300.0, tmp_path, _world(0, 2, store), end, silence_limit_s=0.1):
         assert end.came.wait(MAX_WAIT_S if phase != ENDING else 0.6) == (phase != ENDING)

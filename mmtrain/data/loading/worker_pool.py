@@ -28,6 +28,8 @@ MAX_DEATHS_PER_STEP = 3  # of workers, before the step is given up
 MAX_FAULTS_PER_SAMPLE = 2  # crashes and hangs over its media, before they are left out
 HANG_TIMEOUT_S = 60.0  # that a worker may spend on one image, clip or video
 HANG_CHECK_INTERVAL_S = 5.0
+HOST_ANSWER_LIMIT_S = 300.0  # of starting Python and reading the index; forking a worker takes milliseconds
+MAX_HOST_END_S = 2.0  # in which the host kills its workers and ends
 _CRASH_SIGNALS = named_signals(("SIGSEGV", "SIGBUS", "SIGABRT", "SIGILL", "SIGFPE"))  # caused by itself
 # Workers are the parallelism: threads inside them would only compete.
 _SINGLE_THREADED = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -251,6 +253,7 @@ class WorkerPool(Generic[Tag]):
             with theirs:
                 passed = (theirs.fileno(), self._builder_file)
                 os.lseek(self._builder_file, 0, os.SEEK_SET)
+                self._pipe.settimeout(HOST_ANSWER_LIMIT_S)  # one that is stopped answers nothing, and is replaced
                 self._host = subprocess.Popen(
                     [sys.executable, "-P", "-m", "mmtrain.data.loading.worker_process", *map(str, passed)],
                     stdin=subprocess.DEVNULL,
@@ -261,10 +264,19 @@ class WorkerPool(Generic[Tag]):
         return self._pipe
 
     def _end_host(self) -> None:
-        if self._host is not None:
-            self._pipe.close()
+        """End the host, which ends the workers; kill all of them if it does not: its process may be stopped."""
+        if self._host is None:
+            return
+        self._pipe.close()
+        try:
+            self._host.wait(MAX_HOST_END_S)
+        except subprocess.TimeoutExpired:
+            self._notify(f"the process that starts loader workers did not end in {MAX_HOST_END_S:g} s; it is killed")
+            # A session of its own, whose group no other process has joined; nobody else has collected the host.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._host.pid, signal.SIGKILL)
             self._host.wait()
-            self._host = None
+        self._host = None
 
 
 def _is_crash(exit_status: int | None) -> bool:

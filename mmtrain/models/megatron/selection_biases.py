@@ -30,6 +30,11 @@ class SelectionBiases:
             device = router.weight.device
             router.expert_tokens = torch.zeros(router.num_experts, dtype=torch.int64, device=device)
 
+    def weights(self) -> list[Tensor]:
+        """Return the biases, or the parts of them that this rank holds."""
+        biases = [router.selection.bias for router in self._routers if router.selection is not None]
+        return [bias.to_local() if isinstance(bias, DTensor) else bias for bias in biases]
+
     def step(self, skip: Tensor) -> None:
         """Raise the biases of experts with fewer tokens than the mean of their block, and lower those with more.
 

@@ -23,6 +23,7 @@ from mmtrain.models.megatron.parallel_groups import ParallelGroups
 from mmtrain.models.optim.bf16_moments import Bf16MomentsAdamW
 from mmtrain.models.optim.bf16_reduction import RoundedReduction
 from mmtrain.models.optim.clip_factors import ClipFactors, set_clip_factors, sum_of_squares
+from mmtrain.models.optim.held_state import HeldTensor
 from mmtrain.models.optim.matrix_exchange import DividedWeight
 from mmtrain.models.optim.muon import MOMENTUM, AdamWBesideMuon, Muon, MuonWeight
 from mmtrain.models.optim.parameter_specs import MOMENTS, NamedShard, UnitRates, WeightSource
@@ -223,6 +224,31 @@ class ZeroAdamW:
         for param, shard in self._shards.items() if self._trained else ():
             if self._is_counted_here(param):
                 yield from self._named_shards(param, shard)
+
+    def held(self) -> Iterator[HeldTensor]:
+        """Yield everything that this rank holds from one update to the next one, replicas and counters too."""
+        for param in self._frozen:
+            yield HeldTensor(self._params[param].spec.name, param.detach(), "never", self._holders(param, whole=True))
+        for param in self._trained if self._groups.dp_size > 1 else ():
+            name = f"{self._params[param].spec.name}#gathered"
+            yield HeldTensor(name, param.detach(), "by gather", self._holders(param, whole=True))
+        for param, shard in self._shards.items() if self._trained else ():
+            holders = self._holders(param, whole=False)
+            for named in self._named_shards(param, shard):
+                yield HeldTensor(named.name, named.tensor, "by update", holders)
+            if param.dtype != shard.dtype:
+                first, last = self._flat_range(param)
+                rounded = param.detach().view(-1)[first:last]
+                yield HeldTensor(f"{self._params[param].spec.name}#rounded", rounded, "by update", holders)
+            if "step" in (state := self._optimizer.optimizer.state[shard]):
+                yield HeldTensor(f"{self._params[param].spec.name}#step", state["step"], "by update")
+
+    def _holders(self, param: nn.Parameter, whole: bool) -> tuple[dist.ProcessGroup, ...]:
+        """Return the groups whose ranks hold the same of a parameter; `whole`: all of it, and not a shard."""
+        groups = [self._groups.dp] if whole and self._groups.dp_size > 1 else []
+        if self._params[param].spec.dim is None and self._groups.tp_size > 1:
+            groups.append(self._groups.tp)
+        return tuple(groups)
 
     def load(self, read: Callable[[NamedShard], Tensor]) -> None:
         """Fill parameters and moments; `read` returns the saved elements of a shard as a flat tensor."""

@@ -25,6 +25,7 @@ from mmtrain.models.megatron.experts import Experts
 from mmtrain.models.optim.bf16_moments import Bf16MomentsAdamW
 from mmtrain.models.optim.bf16_reduction import RoundedReduceScatter
 from mmtrain.models.optim.clip_factors import ClipFactors, set_clip_factors, sum_of_squares
+from mmtrain.models.optim.held_state import HeldTensor
 from mmtrain.models.optim.matrix_exchange import DividedWeight
 from mmtrain.models.optim.muon import MOMENTUM, AdamWBesideMuon, Muon, MuonWeight
 from mmtrain.models.optim.parameter_specs import (
@@ -408,6 +409,18 @@ class FullyShardedAdamW:
         for param in self._specs:
             if self._is_counted_here(param):
                 yield from self._shards_of(param)
+
+    def held(self) -> Iterator[HeldTensor]:
+        """Yield everything that this rank holds from one update to the next one, copies and counters too."""
+        copies = [self._mesh.get_group("replicate")] if self._mesh.ndim > 1 else []
+        for param, spec in self._specs.items():
+            in_tp_group = [self._tp_group] if spec.dim is None and self._tp_group.size() > 1 else []
+            holders = (*copies, *in_tp_group)
+            master = self._masters.get(param)
+            for named in self._shards_of(param):
+                yield HeldTensor(named.name, named.tensor, "never" if master is None else "by update", holders)
+            if master is not None and self._adam is not None and "step" in self._adam.state[master]:
+                yield HeldTensor(f"{spec.name}#step", self._adam.state[master]["step"], "by update")
 
     def load(self, read: Callable[[NamedShard], Tensor]) -> None:
         """Fill parameters and moments; `read` returns the saved elements of a shard as a flat tensor."""

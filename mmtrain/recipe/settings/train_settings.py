@@ -227,6 +227,20 @@ class CheckpointSettings(Section):
         return self._without(problems)
 
 
+class CorruptionCheckSettings(Section):
+    """When to look for bits of weights and optimizer state that changed by themselves."""
+
+    every: int = setting(
+        100,
+        ge=0,
+        le=1000,
+        affects=NOTHING,
+        added_later=True,
+        description="Steps between two looks at the sums that every rank takes around each update. There is one before "
+        "each checkpoint too, and one after weights were loaded. 0: no sums are taken.",
+    )
+
+
 HELD_OUT_PREFIX = "val_"  # of the names of what is measured on held-out samples, in `metrics.jsonl`
 HELD_OUT_LOSSES = ("val_loss", "val_drawing_loss")
 
@@ -450,6 +464,16 @@ class TrainSettings(Section):
         affects=NOTHING,
         description="Seconds in which no action starts and no file of a checkpoint makes progress, after which the run "
         "ends with a report of what each rank waits for. Below torch's own timeout of 600 s. 0: no watchdog.",
+    )
+    corruption_check: CorruptionCheckSettings = Field(
+        CorruptionCheckSettings(), description="When to look for state that changed by itself."
+    )
+    on_corruption: Literal["stop", "restore"] = setting(
+        "stop",
+        affects=NOTHING,
+        added_later=True,
+        description="What to do when weights or optimizer state of a rank have changed by themselves. `stop`: end the "
+        "run; the newest checkpoint is from before. `restore`: go on from it in the same processes.",
     )
     replan: Literal["off", "tell"] = setting(
         "tell",

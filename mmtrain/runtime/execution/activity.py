@@ -23,11 +23,12 @@ MEASURING = "gathering the metrics"
 SAVING = "saving a checkpoint"
 EXPORTING = "waiting for Hugging Face weights to be written"
 COPYING = "waiting for checkpoints to be copied"
+CHECKING = "comparing the sums of weights and optimizer state"
 TRACING = "gathering a trace"
 ANSWERING = "gathering the answers"
 DRAINING = "waiting for what was sent to leave"
 ENDING = "ending the run"
-COLLECTIVE_PHASES = (AWAITING_PLAN, CONNECTING, MEASURING, TRACING, ANSWERING, EXPORTING, COPYING)
+COLLECTIVE_PHASES = (AWAITING_PLAN, CONNECTING, MEASURING, CHECKING, TRACING, ANSWERING, EXPORTING, COPYING)
 FILE_PHASES = (SAVING, FETCHING, RESTORING)  # bytes that are read or written are progress
 COMPUTING_PHASES = (PLANNING,)  # processor time is progress: the search neither waits nor reads
 # They take as long as the data and the model demand, on one rank while the others wait for it. In most of them nothing

@@ -3,11 +3,13 @@
 Weights and moments are copied to the host while the next step computes its gradients: only its update changes them.
 """
 
+import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -25,6 +27,8 @@ from mmtrain.checkpoint import (
     open_newest_good,
     save,
 )
+from mmtrain.errors import CheckpointError
+from mmtrain.models.optim.held_state import BitSums
 from mmtrain.models.optim.parameter_specs import NamedShard
 from mmtrain.runtime.execution.activity import Activity
 from mmtrain.runtime.execution.file_progress import FileProgress
@@ -45,6 +49,7 @@ class SavedRank:
     num_updates: Callable[[], int]  # of the optimizer so far
     storage: Callable[[int], Storage]  # where the checkpoint after so many steps is written to
     hold_update: Callable[[Callable[[], None]], None] = lambda wait: wait()  # calls `wait` before weights change
+    checked_sums: Callable[[], Mapping[str, int]] = dict  # of the shards' bits, where they were checked in this step
 
     @classmethod
     def of(cls, rank_context: RankContext) -> Self:
@@ -58,6 +63,7 @@ class SavedRank:
             lambda: optimizer.num_updates,
             rank_context.faults.checkpoint_storage,
             optimizer.hold_update,
+            optimizer.checked_sums,
         )
 
 
@@ -211,6 +217,7 @@ class BackgroundSaver:
             copying = SnapshotCopy([shard.tensor for shard in snapshot.shards])
             copies = zip(snapshot.shards, copying.copies, strict=True)
             snapshot = replace(snapshot, shards=[replace(shard, tensor=tensor) for shard, tensor in copies])
+        snapshot = replace(snapshot, verify=partial(require_sums, snapshot.shards, self._rank.checked_sums()))
         # A daemon: after a failure elsewhere, a save whose peers are gone must not keep the process.
         self._thread = threading.Thread(target=self._save, args=(snapshot, copying), name="mmtrain-saver", daemon=True)
         self._thread.start()
@@ -248,6 +255,21 @@ class BackgroundSaver:
         except BaseException as error:
             self._error = error
         self.save_s = time.perf_counter() - start_s
+
+
+def require_sums(shards: Sequence[Shard], sums: Mapping[str, int]) -> None:
+    """Raise CheckpointError for a shard whose bits do not have the sum that was taken of it; some may have none."""
+    known = [shard for shard in shards if shard.name in sums]
+    devices = {shard.tensor.device for shard in known}
+    for device in devices:
+        of_device = [shard for shard in known if shard.tensor.device == device]
+        found = BitSums([shard.tensor for shard in of_device], device).compute().tolist()
+        for shard, found_sum in zip(of_device, found, strict=True):
+            if found_sum != sums[shard.name]:
+                raise CheckpointError(
+                    f"{shard.name} on {socket.gethostname()} has changed since it was checked: a bit flipped in memory "
+                    "or on the way to it"
+                )
 
 
 def restore_checkpoint(

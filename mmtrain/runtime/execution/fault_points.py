@@ -4,6 +4,7 @@ from torch import Tensor
 
 from mmtrain.checkpoint import LocalStorage, Storage
 from mmtrain.program import Action
+from mmtrain.runtime.execution.optimizer import Optimizer
 
 
 class FaultPoints:
@@ -14,6 +15,9 @@ class FaultPoints:
 
     def start(self, rank: int) -> None:
         """Handle the start of training on `rank`."""
+
+    def take_optimizer(self, optimizer: Optimizer) -> None:
+        """Handle that `optimizer` will update this rank; a fault may change what it holds."""
 
     def before_action(self, step: int, action: Action) -> None:
         """Handle that `action` is about to run; may end, stop or slow this process, or raise."""

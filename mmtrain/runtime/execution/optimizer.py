@@ -1,7 +1,8 @@
 """The optimizer of one rank: one gradient norm over all units, clipping, and a step of each unit."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Protocol
 
@@ -10,8 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mmtrain.models.optim.clip_factors import ClipFactors, clip_factors
+from mmtrain.models.optim.held_state import HeldTensor
 from mmtrain.models.optim.parameter_specs import NamedShard, WeightSource
 from mmtrain.recipe.settings.train_settings import OptimizerSettings
+from mmtrain.runtime.execution.state_sums import StateSums
 from mmtrain.runtime.world import World
 
 
@@ -64,6 +67,9 @@ class UnitOptimizer(Protocol):
     def shards(self) -> Iterator[NamedShard]:
         """Yield everything of the unit that a checkpoint must hold; each element is on exactly one rank."""
 
+    def held(self) -> Iterator[HeldTensor]:
+        """Yield everything of the unit that this rank holds from one update to the next one."""
+
     def load(self, read: Callable[[NamedShard], Tensor]) -> None:
         """Fill parameters and optimizer state; `read` returns the stored piece that a shard describes."""
 
@@ -82,6 +88,9 @@ class GradientFreeUpdate(Protocol):
 
     def step(self, skip: Tensor) -> None:
         """Change the weights, unless `skip` is 1; the host does not wait for the device."""
+
+    def weights(self) -> Iterable[Tensor]:
+        """Return the weights that it changes, on this rank."""
 
 
 class JoinedOptimizers:
@@ -147,6 +156,10 @@ class JoinedOptimizers:
         """Yield those of all parts."""
         return chain.from_iterable(part.shards() for part in self._parts)
 
+    def held(self) -> Iterator[HeldTensor]:
+        """Yield those of all parts."""
+        return chain.from_iterable(part.held() for part in self._parts)
+
     def load(self, read: Callable[[NamedShard], Tensor]) -> None:
         """Fill all parts."""
         for part in self._parts:
@@ -180,6 +193,7 @@ class Optimizer:
         self._has_updated_shards = False  # since parameters were gathered
         self._norm = torch.zeros((), dtype=torch.float64)  # of the last step's gradients
         self._wait_for_reader: Callable[[], None] = _nothing_to_wait_for
+        self._sums: StateSums | None = None
 
     @property
     def num_updates(self) -> int:
@@ -196,6 +210,27 @@ class Optimizer:
         """Start master weights from what `weights` has at a higher precision than that of the parameters."""
         for unit in self.units.values():
             unit.start_masters(weights)
+
+    def held(self) -> Iterator[HeldTensor]:
+        """Yield everything of all units that this rank holds from one update to the next one."""
+        without_gradient = {weight.data_ptr() for update in self._without_gradient for weight in update.weights()}
+        for unit in self.units.values():
+            for held in unit.held():
+                is_updated = held.tensor.data_ptr() in without_gradient
+                yield replace(held, changes="by update") if is_updated else held
+
+    def watch_state(self, sums: StateSums) -> None:
+        """Let `sums` look at what this rank holds, before and after each update from now on."""
+        self._sums = sums
+
+    def checked_sums(self) -> Mapping[str, int]:
+        """Return the sums of what this rank holds, by name, as they were when it was last checked; none unwatched."""
+        return {} if self._sums is None else self._sums.checked
+
+    @property
+    def checked_step(self) -> int | None:
+        """The step after which this rank's state was last checked; None where nothing watches it."""
+        return None if self._sums is None else self._sums.checked_step
 
     def hold_update(self, wait: Callable[[], None]) -> None:
         """Call `wait` before the next update: until then something reads weights and moments."""
@@ -240,10 +275,14 @@ class Optimizer:
         clip = clip_factors(self._norm, self._settings.clip_norm)
         self._wait_for_reader()
         self._wait_for_reader = _nothing_to_wait_for
+        if self._sums is not None:
+            self._sums.before_update()
         for unit in self.units.values():
             unit.step(lr, clip)
         for update in self._without_gradient:
             update.step(clip.skip)
+        if self._sums is not None:
+            self._sums.after_update()
         self._has_updated_shards = True
 
     def finish_step(self) -> tuple[float, bool]:

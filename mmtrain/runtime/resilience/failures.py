@@ -22,6 +22,7 @@ from mmtrain.program import Recv, Send, action_to_text
 from mmtrain.redaction import process_redactor
 from mmtrain.runtime.execution.activity import Activity
 from mmtrain.runtime.rendezvous import ranks_text
+from mmtrain.runtime.resilience.device_errors import describe_device_error
 from mmtrain.runtime.resilience.signals import stopped_early_text
 from mmtrain.runtime.run_folder import read_run_state, write_run_state
 from mmtrain.runtime.run_owner import FolderClaim
@@ -212,8 +213,9 @@ def report_failures(claim: FolderClaim, rank: int, activity: Activity, hosts: Se
     except Exception as error:
         if not claim.is_held():
             raise
-        kind: FailureKind = "lost peer" if is_lost_peer(error) else "error"
-        text = process_redactor()(f"{type(error).__name__}: {error}")
+        of_device = describe_device_error(error, rank)
+        kind: FailureKind = "lost peer" if of_device is None and is_lost_peer(error) else "error"
+        text = process_redactor()(of_device or f"{type(error).__name__}: {error}")
         # A full disk or a lost mount must not hide the failure itself.
         with contextlib.suppress(OSError):
             if kind == "lost peer" and is_stopped_early(run_dir):
@@ -224,6 +226,8 @@ def report_failures(claim: FolderClaim, rank: int, activity: Activity, hosts: Se
                 write_run_state(run_dir, "failed", error=f"rank {rank}: {text}")
             if kind == "lost peer" and hosts:
                 raise _explained_loss(run_dir, rank, hosts) from error
+        if of_device is not None:
+            raise RunError(of_device) from error
         raise
 
 

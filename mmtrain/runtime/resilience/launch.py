@@ -33,6 +33,7 @@ from mmtrain.errors import (
     StoppedAndSaved,
     UserError,
 )
+from mmtrain.runtime.rendezvous import ranks_text
 from mmtrain.runtime.resilience.failures import is_lost_peer
 from mmtrain.runtime.resilience.lost_output import ignore_lost_output
 from mmtrain.runtime.resilience.signals import STOP_SIGNALS, SignalPipe, stopped_early_text
@@ -59,9 +60,14 @@ class _RankExit:
     secondary: bool  # it only lost its connection to another rank, or torch ended it for that
 
 
-def launch_local(num_ranks: int, target: Callable[[Address], None], saves_on_stop: bool = False) -> None:
+def launch_local(
+    num_ranks: int,
+    target: Callable[[Address], None],
+    saves_on_stop: bool = False,
+    end_limit_s: float | None = None,
+) -> None:
     """Run `target` in `num_ranks` processes of this machine and wait for all of them; see `launch_here`."""
-    launch_here(local_addresses(num_ranks), target, saves_on_stop)
+    launch_here(local_addresses(num_ranks), target, saves_on_stop, end_limit_s=end_limit_s)
 
 
 def local_addresses(num_ranks: int) -> list[Address]:
@@ -75,6 +81,7 @@ def launch_here(
     target: Callable[[Address], None],
     saves_on_stop: bool = False,
     must_end: Callable[[], bool] | None = None,
+    end_limit_s: float | None = None,
 ) -> None:
     """Run `target` as these ranks, in a process of this machine for each, and wait for all of them.
 
@@ -88,6 +95,9 @@ def launch_here(
 
     must_end: asked from time to time; True where ranks of other machines have failed, which the ranks here may wait
     for in vain. Then they are ended, and RunError is raised.
+
+    end_limit_s: after a rank has succeeded, the others may run so much longer. Those that do not end are killed; their
+    work is done with that of the one that succeeded. None: any time.
     """
     # Two calls rather than a computed name: the type of a context depends on its name.
     must_spawn = torch.cuda.is_available() or mp.get_start_method(allow_none=True) == "spawn"
@@ -110,7 +120,7 @@ def launch_here(
                 sender.close()
                 ranks[process] = receiver
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            _watch(ranks, [address.rank for address in addresses], signals, saves_on_stop, must_end)
+            _watch(ranks, [address.rank for address in addresses], signals, saves_on_stop, must_end, end_limit_s)
         finally:
             gc.unfreeze()
             _kill(ranks)
@@ -157,6 +167,7 @@ def _watch(
     signals: SignalPipe,
     saves_on_stop: bool,
     must_end: Callable[[], bool] | None,
+    end_limit_s: float | None,
 ) -> None:
     """Wait until all ranks have succeeded; raise the failure that caused the others, or the signal that ended them.
 
@@ -165,7 +176,7 @@ def _watch(
     running = {process.sentinel: index for index, process in enumerate(ranks)}
     processes, reports = list(ranks), list(ranks.values())
     exits: list[_RankExit] = []
-    deadline_s: float | None = None  # none until a rank has failed
+    deadline_s: float | None = None  # none until a rank has failed, or has succeeded where there is a limit
     num_interrupts = 0
     while running:
         left_s = None if deadline_s is None else deadline_s - time.monotonic()
@@ -190,6 +201,8 @@ def _watch(
         for sentinel in [sentinel for sentinel in running if sentinel in ready]:
             index = running.pop(sentinel)
             processes[index].join()
+            if not processes[index].exitcode and end_limit_s is not None and deadline_s is None:
+                deadline_s = time.monotonic() + end_limit_s
             if processes[index].exitcode:
                 rank_exit = _read_exit(numbers[index], processes[index], reports[index])
                 exits.append(rank_exit)
@@ -200,8 +213,12 @@ def _watch(
             break
     if exits:
         raise _first_failure(exits)
-    if running:
+    if running and deadline_s is None:
         raise RunError("ended with ranks of other processes, one of which has failed")
+    if running:
+        names = ranks_text(sorted(numbers[index] for index in running.values()))
+        text = f"{names} did not end within {end_limit_s:g} s after the first rank, whose work is done with theirs"
+        print(f"mmtrain: {text}: stopped by the system, or hanging; killed", file=sys.stderr, flush=True)
 
 
 def _read_exit(rank: int, process: BaseProcess, report: Connection) -> _RankExit:

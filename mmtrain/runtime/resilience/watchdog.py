@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import Store
 
 from mmtrain.errors import StoppedAndSaved
 from mmtrain.runtime.execution.activity import ENDING, Activity
+from mmtrain.runtime.heartbeats import Heartbeats
 from mmtrain.runtime.resilience.failures import (
     FAILURES_FOLDER,
     REPORT_COLLECTION_S,
@@ -31,7 +32,6 @@ from mmtrain.runtime.resilience.signals import stopped_early_text
 from mmtrain.runtime.run_folder import write_run_state
 from mmtrain.runtime.world import World
 
-_HEARTBEATS_KEY = "heartbeats of rank"
 WATCHDOG_POLL_S = 0.5
 LOST_RANK_SILENCE_S = 20.0  # of an elastic run; torchrun's agents give each other up after 15 s
 BEATS_PER_SILENCE_LIMIT = 5  # few, since rank 0 asks the store about every rank
@@ -78,33 +78,6 @@ class PeerProgress:
             self._num_waits = num_waits
 
 
-class Heartbeats:
-    """Counts the heartbeats of every rank in the job's store; rank 0 watches all others, and these watch rank 0.
-
-    A thread of the watchdog calls `beat`, so the beats of a process that is dead or stopped cease, and those of one
-    that computes do not. A store that does not answer counts as silence: rank 0 or the launcher holds it.
-    """
-
-    def __init__(self, store: Store, world: World, clock: Callable[[], float] = time.monotonic) -> None:
-        self._store, self._rank, self._clock = store, world.rank, clock
-        watched = range(1, world.size) if world.is_first else [0]
-        self._counts = dict.fromkeys(watched, 0)  # rank -> beats
-        self._heard_s = dict.fromkeys(watched, clock())  # rank -> when its count last changed
-
-    def beat(self) -> None:
-        """Send one beat and read those of the watched ranks. Raises what the store raises, and may block."""
-        self._store.add(f"{_HEARTBEATS_KEY} {self._rank}", 1)
-        for rank, count in self._counts.items():
-            new_count = self._store.add(f"{_HEARTBEATS_KEY} {rank}", 0)
-            if new_count != count:
-                self._counts[rank] = new_count
-                self._heard_s[rank] = self._clock()
-
-    def silent_s(self) -> float:
-        """Return how long the watched rank that was heard of least recently has been silent."""
-        return self._clock() - min(self._heard_s.values())
-
-
 class Watchdog:
     """Ends this process when `activity` made no progress for `timeout_s`, or when another rank's watchdog found so.
 
@@ -137,7 +110,7 @@ class Watchdog:
         self._activity, self._timeout_s, self._run_dir = activity, timeout_s, run_dir
         self._rank, self._world_size = world.rank, world.size
         self._peers = PeerProgress(world.store, activity, timeout_s / 2) if world.store else None
-        self._heartbeats = Heartbeats(world.store, world) if world.store else None
+        self._heartbeats = Heartbeats(world.store, world.rank, world.size) if world.store else None
         self._end, self._may_write = end or _end_process, may_write
         self.end_early: Callable[[], None] = _end_early  # tests replace it
         self._silence_limit_s = silence_limit_s

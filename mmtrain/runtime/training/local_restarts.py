@@ -26,6 +26,7 @@ from mmtrain.system_errors import describe_os_error
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 ROOM_PATIENCE_S = 3600.0  # with a disk that is full, before the launcher gives up
 ROOM_POLL_S = 5.0
+MORE_FOR_RANK_0_S = 3.0  # than it waits for the others at the end of a run, before it names those that do not come
 DEVICE_TEST_TIMEOUT_S = 60.0  # importing torch and creating a context takes seconds; a broken device may hang
 # Memory, a kernel and a copy back: what a device that has fallen off the bus, or needs a reset, does not do.
 # No assert: PYTHONOPTIMIZE would strip it.
@@ -50,7 +51,9 @@ def _launch(request: TrainRequest, train_rank: Callable[[TrainRequest, Address],
     losses = LossMonitor(request.ranks, given_devices() if request.elastic else ())
     while True:
         try:
-            return launch_local(request.ranks, partial(train_rank, request), saves_on_stop=True)
+            watchdog_s = request.recipe.train.watchdog_s
+            end_limit_s = watchdog_s + MORE_FOR_RANK_0_S if watchdog_s else None
+            return launch_local(request.ranks, partial(train_rank, request), True, end_limit_s)
         except RunError as launch_error:
             error = _root_cause(request, launch_error)
             num_usable = request.ranks

@@ -3,16 +3,17 @@
 import contextlib
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from mmtrain.checkpoint import SavingRun
 from mmtrain.costs.recorded_costs import RECORDED_COSTS_FILE
 from mmtrain.data import BadSampleTracker, Loader, StepRequest, read_quarantine
 from mmtrain.planning.artifact.plan import Plan
 from mmtrain.program import LLM
-from mmtrain.report import RunLog, open_progress
+from mmtrain.report import RunLog, StepMetrics, TimeSplit, open_progress
 from mmtrain.report.epoch_text import duration_text
 from mmtrain.report.trackers import TrackerFeeds
 from mmtrain.runtime.evaluation.metrics import find_metrics
@@ -27,6 +28,7 @@ from mmtrain.runtime.training.choose_plan import limited_to_device, plan_that_fi
 from mmtrain.runtime.training.go_back import SKIPPED_STATE
 from mmtrain.runtime.training.hooks.best_checkpoint import BestCheckpoint
 from mmtrain.runtime.training.hooks.checkpoints import Checkpointing, CheckpointWriter, FinishBackgroundSave
+from mmtrain.runtime.training.hooks.corruption import CHECKED_STATE, CorruptionCheck
 from mmtrain.runtime.training.hooks.elastic import ResumeTime, StandbyPlanning
 from mmtrain.runtime.training.hooks.guards import CourseWatch, FolderGuard, NonFiniteGuard, QuarantineRecorder
 from mmtrain.runtime.training.hooks.held_out import HeldOutEvaluation, Validation
@@ -43,7 +45,7 @@ from mmtrain.runtime.training.rank_run import RankRun
 from mmtrain.runtime.training.run_records import RunRecords
 from mmtrain.runtime.training.standby_plans import load_standby_plan, rank_counts_ahead
 from mmtrain.runtime.training.start_run import resume_facts
-from mmtrain.runtime.training.step_hook import StepHook
+from mmtrain.runtime.training.step_hook import StepContext, StepHook
 from mmtrain.runtime.training.step_metrics import RankFlags
 from mmtrain.runtime.training.tracked_run import flatten_settings, open_run_trackers
 
@@ -71,6 +73,7 @@ def open_loop(run: RankRun) -> Iterator[Loop]:
         session.console.print(f"{text}, predicted to take {duration_text(left_s)}", highlight=False)
     session.stop.save_from_now_on()  # all ranks have come here, and the first step takes seconds
     rank_context.faults.start(world.rank)
+    rank_context.faults.take_optimizer(rank_context.optimizer)
     notify = partial(_print_of_rank, world.rank)
     with (
         contextlib.ExitStack() as stack,
@@ -88,6 +91,7 @@ def open_loop(run: RankRun) -> Iterator[Loop]:
         hooks = build_hooks(run, validation, course, saver, RunLogs(log, trackers, records), folders, copies)
         for hook in hooks:
             stack.callback(hook.close)
+        _catch_up(run, hooks, log)
         if folders is not None and not run.has_steps_left:  # it was killed while its last folders were written
             folders.look_again(last_step=run.position.first_step)
             finish_folders(folders, session.patient_world, rank_context.activity)
@@ -104,6 +108,19 @@ def open_loop(run: RankRun) -> Iterator[Loop]:
             early_end=lambda: None if run.position.best is None else run.position.best.early_end(),
         )
         rank_context.activity.start(ENDING)
+
+
+def _catch_up(run: RankRun, hooks: Sequence[StepHook], log: RunLog) -> None:
+    """Let hooks do what the run had left out in the step that it resumes from, when a signal stopped it."""
+    first_step, num_steps = run.position.first_step, run.rank_context.recipe.train.num_steps
+    logged: dict[str, Any] = run.session.patient_world.on_first(lambda: (log.steps() or [{}])[-1]) if first_step else {}
+    if logged.get("step") != first_step:
+        return
+    ctx = StepContext(first_step - 1, num_steps)
+    none_s = TimeSplit(0.0, 0.0, 0.0, 0.0)
+    ctx.metrics = StepMetrics(first_step, 0.0, 0.0, 0.0, 1.0, 0, 0, 0.0, 0.0, 0.0, none_s, 0)
+    for hook in hooks:
+        hook.catch_up(ctx, logged)
 
 
 def build_hooks(
@@ -145,11 +162,13 @@ def build_hooks(
     if run.position.best is not None:
         hooks.append(BestCheckpoint(run.position.best, train, world, records))
     hooks += _plugin_hooks(run)
+    checkpointing = Checkpointing(writer, records, train.checkpoint)
     hooks += [
         *_elastic_hooks(run, records),
         LoadImbalanceReports(index, run.targets, rank_context.dp[LLM], records),
         MetricsLog(logs.log, logs.trackers, records),
-        Checkpointing(writer, records, train.checkpoint),
+        *_corruption_check(run, writer, checkpointing, records),
+        checkpointing,
     ]
     if folders is not None:
         hooks.append(HuggingFaceExport(folders, writer, run.session.patient_world, activity))
@@ -176,6 +195,16 @@ def _plugin_hooks(run: RankRun) -> list[StepHook]:
     settings = flatten_settings(recipe)
     seen = HookRun(run.session.request.run_dir, world.rank, world.size, recipe.train.num_steps, settings)
     return [PluginHook(plugin, seen) for plugin in find_hooks(recipe.train.hooks)]
+
+
+def _corruption_check(
+    run: RankRun, writer: CheckpointWriter, saves: Checkpointing, records: RunRecords
+) -> tuple[StepHook, ...]:
+    every = run.rank_context.recipe.train.corruption_check.every
+    if not every:
+        return ()
+    position, is_mixed = run.position, run.session.request.mixed_devices
+    return (CorruptionCheck(run.rank_context, position.first_step, every, writer, saves.is_due, records, is_mixed),)
 
 
 def _bad_samples(run: RankRun, records: RunRecords) -> BadSampleTracker:
@@ -247,7 +276,7 @@ def _open_copies(run: RankRun, records: RunRecords) -> RemoteCopies | None:
 
 def _make_saver(run: RankRun, course: CourseWatch, folders: HuggingFaceFolders | None) -> BackgroundSaver:
     """Return what saves this run's checkpoints, with everything beside the weights that a resumed run depends on."""
-    best = run.position.best
+    best, optimizer = run.position.best, run.rank_context.optimizer
     state = {
         "facts": resume_facts(run.rank_context.recipe, run.session.index),
         SKIPPED_STATE: list(run.position.skipped_positions),
@@ -255,7 +284,12 @@ def _make_saver(run: RankRun, course: CourseWatch, folders: HuggingFaceFolders |
     return BackgroundSaver(
         run.session.request.run_dir / CHECKPOINTS_FOLDER,
         SavedRank.of(run.rank_context),
-        lambda: {**state, **course.state(), **({} if best is None else best.state())},
+        lambda: {
+            **state,
+            CHECKED_STATE: optimizer.checked_step,
+            **course.state(),
+            **({} if best is None else best.state()),
+        },
         SavingRun(
             run.session.claim.run_id,
             run.session.claim.require,

@@ -55,6 +55,15 @@ def open_session(
 
     A failure inside is reported in the run's folder. Raises RunError where ranks have other settings or data.
     """
+    with world.start_watch or contextlib.nullcontext(), _open_session(request, address, world, stop) as session:
+        yield session
+
+
+@contextlib.contextmanager
+def _open_session(
+    request: TrainRequest, address: Address, world: World, stop: StopSignalListener
+) -> Iterator[RankSession]:
+    """See `open_session`; the watchdog takes the place of the watch over the start."""
     recipe = request.recipe
     require_consensus(world, {"recipe": recipe.model_dump(mode="json"), "torch": torch.__version__})
     request = with_common_hardware(request, world)
@@ -79,6 +88,8 @@ def open_session(
             ),
             disk_errors_named(request.run_dir),
         ):
+            if world.start_watch is not None:
+                world.start_watch.close()
             patient_world = world.without_timeout()
             fetch_stored(request, claim, patient_world, activity)
             activity.start(INDEXING)

@@ -1,7 +1,9 @@
 """The interface between the training loop and everything that happens around a step."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from mmtrain.data import StepData
 from mmtrain.report import StepMetrics
@@ -54,6 +56,13 @@ class StepHook:
 
     def after_step(self, ctx: StepContext) -> None:
         """Run after the weights were updated and the ranks exchanged their metrics."""
+
+    def catch_up(self, ctx: StepContext, logged: Mapping[str, Any]) -> None:
+        """Do what is missing of the step that the run resumes from: a signal stopped it there, and it saved at once.
+
+        `logged` is the step's entry in `metrics.jsonl`, equal on all ranks. Only `step`, `num_steps` and `metrics` of
+        `ctx` are set; hooks add to `metrics` what they measure.
+        """
 
     def close(self) -> None:
         """End what the hook runs beside the training. Called once, also after an error."""

@@ -29,9 +29,7 @@ def switch_plan(session: RankSession, before: Plan, plan: Plan, checkpoint: Path
 
     Raises FolderTaken, on all ranks, if another run owns the folder now.
     """
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    free_unused_memory()
     request = session.request
     device = smallest_device_memory(request.recipe, plan.hardware, session.patient_world)
 
@@ -55,6 +53,13 @@ def switch_plan(session: RankSession, before: Plan, plan: Plan, checkpoint: Path
         return True
 
     return ChosenPlan(plan if session.patient_world.on_first(keep) else before)
+
+
+def free_unused_memory() -> None:
+    """Give back the memory of a model that is not in use any more, also that of a GPU."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def keep_switch(run_dir: Path, before: Plan, plan: Plan, step: int) -> None:

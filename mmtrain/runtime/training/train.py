@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from mmtrain.data.stream.count_steps import estimate_epoch, with_counted_steps
-from mmtrain.errors import LaunchError, StoppedAndSaved
+from mmtrain.errors import LaunchError, StateCorrupted, StoppedAndSaved
 from mmtrain.planning.artifact.plan import Plan
 from mmtrain.recipe import Recipe
 from mmtrain.redaction import Redactor
@@ -19,6 +19,7 @@ from mmtrain.runtime.execution.precision import set_determinism
 from mmtrain.runtime.execution.process_groups import release_groups
 from mmtrain.runtime.resilience.failures import is_stopped_early, lost_peers_named
 from mmtrain.runtime.resilience.launch import LauncherMonitor, free_port, has_watching_launcher
+from mmtrain.runtime.resilience.run_end import leave_in_time
 from mmtrain.runtime.resilience.signals import StopSignalListener
 from mmtrain.runtime.run_folder import read_run_state
 from mmtrain.runtime.training.choose_plan import ChosenPlan, choose_plan
@@ -31,6 +32,7 @@ from mmtrain.runtime.training.rank_session import RankSession, open_session
 from mmtrain.runtime.training.start_weights import (
     check_start_weights,
 )
+from mmtrain.runtime.training.switch_plan import free_unused_memory
 from mmtrain.runtime.training.tracked_run import require_no_credentials
 from mmtrain.runtime.training.train_request import TrainRequest
 from mmtrain.runtime.world import (
@@ -39,10 +41,11 @@ from mmtrain.runtime.world import (
     has_agent_store,
     introduce_address,
     join,
-    leave,
     limit_threads,
     way_to_start_own_ranks,
 )
+
+MAX_RESTORES = 3  # in a row without a check that passed later: then the fault is not one of a moment
 
 
 def start_training(request: TrainRequest) -> None:
@@ -125,7 +128,8 @@ def train_rank(request: TrainRequest, address: Address) -> None:
         stop = stack.enter_context(StopSignalListener(has_nothing_to_save=True))
         if has_watching_launcher(address):
             stack.enter_context(LauncherMonitor(address.rank))
-        with open_session(request, address, join(address), stop) as session:
+        watchdog_s = request.recipe.train.watchdog_s
+        with open_session(request, address, join(address, watch_s=watchdog_s), stop) as session:
             session.activity.start(PLANNING if session.world.is_first else AWAITING_PLAN)
             chosen = choose_plan(request, session.patient_world, session.index)
             session = replace(session, request=replace(session.request, chosen_plan=chosen.plan))
@@ -133,7 +137,7 @@ def train_rank(request: TrainRequest, address: Address) -> None:
             checkpoint = train_on_plan(session, chosen)
             if checkpoint is None and session.world.is_first:
                 _print_summary(session, chosen)
-        leave()
+        leave_in_time(session.world, watchdog_s, StoppedAndSaved.exit_code if checkpoint else 0)
     if checkpoint:
         raise StoppedAndSaved(f"stopped by a signal and saved {checkpoint}; {_how_to_go_on(request, address)}")
 
@@ -176,9 +180,29 @@ def train_on_plan(session: RankSession, chosen: ChosenPlan) -> Path | None:
 
     Return the checkpoint of a run that a signal stopped. Nothing is left of the plan: the session can train on another
     one, see `switch_plan`.
+
+    With `train.on_corruption: restore` all ranks go back to the newest checkpoint where state changed by itself; they
+    find that in the same step. Raises StateCorrupted if the run is to stop then, or does not get further in
+    `MAX_RESTORES` attempts.
     """
-    run = build_run(session, chosen)
-    with open_loop(run) as loop:
-        checkpoint = loop.run(run.position.first_step)
-    release_groups(run.rank_context.transport.groups)
-    return checkpoint
+    checked_step, num_restores = 0, 0
+    while True:
+        run = build_run(session, chosen)
+        groups, corruption = run.rank_context.transport.groups, None
+        checkpoint: Path | None = None
+        try:
+            with contextlib.ExitStack() as stack:  # no name holds the loop, and with it the model
+                checkpoint = stack.enter_context(open_loop(run)).run(run.position.first_step)
+        except StateCorrupted as error:
+            corruption = error.with_traceback(None)  # which would keep the model
+        release_groups(groups)
+        if corruption is None:
+            return checkpoint
+        has_advanced = corruption.checked_step > checked_step
+        checked_step, num_restores = corruption.checked_step, 1 if has_advanced else num_restores + 1
+        if session.request.recipe.train.on_corruption == "stop" or num_restores > MAX_RESTORES:
+            raise corruption
+        session.console.print(f"{corruption}. Going back to it", style="red", highlight=False, soft_wrap=True)
+        del run, stack
+        free_unused_memory()
+        session = replace(session, request=replace(session.request, resume=True, go_back=None))

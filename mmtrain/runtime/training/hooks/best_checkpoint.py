@@ -99,8 +99,15 @@ class BestCheckpoint(StepHook):
 
     def after_step(self, ctx: StepContext) -> None:
         """See `StepHook`. A run that stops has not measured."""
-        if not ctx.is_due(self._every) or ctx.reduction.stop_requested:
-            return
+        if ctx.is_due(self._every) and not ctx.reduction.stop_requested:
+            self._observe(ctx)
+
+    def catch_up(self, ctx: StepContext, logged: Mapping[str, Any]) -> None:
+        """See `StepHook`."""
+        if ctx.is_due(self._every) and self._metric not in {**logged, **logged.get("extra", {})}:
+            self._observe(ctx)
+
+    def _observe(self, ctx: StepContext) -> None:
         value: float = self._world.on_first(lambda: measured_value(ctx.metrics, self._metric))
         ctx.is_best = self._tracker.observe(ctx.step_number, value)
         ctx.ends_early = self._tracker.early_end() is not None

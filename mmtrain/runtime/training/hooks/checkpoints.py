@@ -80,9 +80,13 @@ class Checkpointing(StepHook):
 
     def after_step(self, ctx: StepContext) -> None:
         """See `StepHook`."""
-        stops = ctx.reduction.stop_requested
-        if not stops and not ctx.is_best and not any(map(ctx.is_due, self._intervals)):
+        if not self.is_due(ctx):
             return
+        stops = ctx.reduction.stop_requested
         ctx.checkpoint = self._writer.save(ctx.step_number, must=stops or ctx.is_last)
         if stops and not ctx.is_last:
             self._records.write_state("stopped", ctx.step_number)
+
+    def is_due(self, ctx: StepContext) -> bool:
+        """Return whether a checkpoint is saved after this step."""
+        return ctx.reduction.stop_requested or ctx.is_best or any(map(ctx.is_due, self._intervals))

@@ -1,9 +1,10 @@
 """Measure the model on held-out samples: its loss, and the answers that it gives."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from mmtrain.balance import Grouping
 from mmtrain.data import BadSampleTracker, BatchBuilder, build_index, validation_batches
@@ -63,10 +64,18 @@ class Validation(StepHook):
         self._bad_samples = BadSampleTracker(index, recipe.data.max_bad_rate)
 
     def after_step(self, ctx: StepContext) -> None:
-        """See `StepHook`. A run that stops saves at once instead."""
+        """See `StepHook`. A run that stops saves at once instead, and catches up when it is resumed."""
         if ctx.is_due(self._every) and not ctx.reduction.stop_requested:
-            loss, drawing_loss = self._losses()
-            ctx.metrics = replace(ctx.metrics, val_loss=loss, val_drawing_loss=drawing_loss)
+            self._measure(ctx)
+
+    def catch_up(self, ctx: StepContext, logged: Mapping[str, Any]) -> None:
+        """See `StepHook`."""
+        if ctx.is_due(self._every) and "val_loss" not in logged:
+            self._measure(ctx)
+
+    def _measure(self, ctx: StepContext) -> None:
+        loss, drawing_loss = self._losses()
+        ctx.metrics = replace(ctx.metrics, val_loss=loss, val_drawing_loss=drawing_loss)
 
     def close(self) -> None:
         """See `StepHook`."""
@@ -112,9 +121,16 @@ class HeldOutEvaluation(StepHook):
         self._answer_log, self._records = answer_log, records
 
     def after_step(self, ctx: StepContext) -> None:
-        """See `StepHook`. A run that stops saves at once instead."""
-        if not ctx.is_due(self._every) or ctx.reduction.stop_requested:
-            return
+        """See `StepHook`. A run that stops saves at once instead, and catches up when it is resumed."""
+        if ctx.is_due(self._every) and not ctx.reduction.stop_requested:
+            self._measure(ctx)
+
+    def catch_up(self, ctx: StepContext, logged: Mapping[str, Any]) -> None:
+        """See `StepHook`."""
+        if ctx.is_due(self._every) and "val_exact" not in logged:
+            self._measure(ctx)
+
+    def _measure(self, ctx: StepContext) -> None:
         given = self._evaluate()
         ctx.metrics = replace(ctx.metrics, val_exact=given.exact)
         if self._records.is_first:

@@ -1,11 +1,14 @@
 """Report what slows steps down, and log each step."""
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from mmtrain.balance import StepTargets
 from mmtrain.balance.grouping.imbalance import sample_above_mean_load
 from mmtrain.balance.step_targets import SampleWork
 from mmtrain.data import DataIndex
+from mmtrain.recipe.settings.train_settings import HELD_OUT_PREFIX
 from mmtrain.report import RunLog
 from mmtrain.report.logged_totals import source_sentences, sum_sources
 from mmtrain.report.trackers import TrackerFeeds
@@ -71,3 +74,12 @@ class MetricsLog(StepHook):
         if ctx.is_last and ctx.metrics.sources:
             for sentence in source_sentences(sum_sources(self._log.steps())):
                 self._records.note(sentence)
+
+    def catch_up(self, ctx: StepContext, logged: Mapping[str, Any]) -> None:
+        """See `StepHook`. Trackers that have the step already do not see what is added to it."""
+        measured = {name: value for name, value in ctx.metrics.to_json().items() if name.startswith(HELD_OUT_PREFIX)}
+        extra = {**logged.get("extra", {}), **ctx.metrics.extra}
+        added = {**measured, **({"extra": extra} if extra else {})}
+        if added:
+            self._records.try_write(f"step {ctx.step_number}: metrics", lambda: self._log.add(ctx.step_number, added))
+            self._records.note(f"step {ctx.step_number}: measured what the stopped run had left out")
