@@ -221,7 +221,7 @@ def test_the_pages_are_made_from_the_data_and_the_record() -> None:
 
 
 def test_a_stopped_run_goes_on_where_it_was_and_a_changed_question_is_asked_again(tmp_path: Path) -> None:
-    name = "omnibal/groups-lcs"
+    name = "omnibal/groups-pixels-224"
     record = Record(tmp_path / "record.json")
     answer_runs(PAPERS, record, unanswered_runs(PAPERS, record, name), 1, 0)
     first = Record(tmp_path / "record.json").entry(name, PAPERS.runs[name])
@@ -244,7 +244,7 @@ def test_a_stopped_run_goes_on_where_it_was_and_a_changed_question_is_asked_agai
 
 
 def test_check_finds_what_has_changed_and_saves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    name = "omnibal/groups-lcs"
+    name = "omnibal/groups-pixels-224"
     recorded = RECORD.entries[name]
     other = {"batches": {"mean_batch": 1.0, "seconds": 2.0}}
     record = Record(tmp_path / "record.json")
