@@ -48,8 +48,8 @@ def _steps(runs: Sequence[Figures], argument: str) -> str:
 
 
 def _mfu(runs: Sequence[Figures], argument: str) -> str:
-    """Return the MFU of several runs, and the last over each other."""
-    ratios = [ratio_text(runs[-1]["mfu"], run["mfu"]) for run in runs[:-1]]
+    """Return the MFU of several runs, and the last over each other; with `alone` no ratios."""
+    ratios = [ratio_text(runs[-1]["mfu"], run["mfu"]) for run in runs[:-1] if argument != "alone"]
     return ", ".join(f"{run['mfu']:.1%}" for run in runs) + (f": {', '.join(ratios)}" if ratios else "")
 
 
