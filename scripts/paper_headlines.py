@@ -55,7 +55,7 @@ def headline_lines(headline: Headline, papers: Papers, record: Record, picture: 
         yield f"![{headline.what}: the paper's gain and ours]({picture})"
     if headline.experiments:
         yield ""
-        yield "| changed in both | slower | faster | gain |"
+        yield "| changed | slower | faster | gain |"
         yield "|---|---|---|---|"
         for experiment in headline.experiments:
             entries = _entries(headline, experiment.slower, experiment.faster, papers, record)
