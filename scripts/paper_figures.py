@@ -48,8 +48,8 @@ def _steps(runs: Sequence[Figures], argument: str) -> str:
 
 
 def _mfu(runs: Sequence[Figures], argument: str) -> str:
-    """Return the MFU of several runs, and the last over each other."""
-    ratios = [ratio_text(runs[-1]["mfu"], run["mfu"]) for run in runs[:-1]]
+    """Return the MFU of several runs, and the last over each other; with `alone` no ratios."""
+    ratios = [ratio_text(runs[-1]["mfu"], run["mfu"]) for run in runs[:-1] if argument != "alone"]
     return ", ".join(f"{run['mfu']:.1%}" for run in runs) + (f": {', '.join(ratios)}" if ratios else "")
 
 
@@ -90,19 +90,20 @@ def _layers(runs: Sequence[Figures], argument: str) -> str:
     return f"{_gpu_days(runs, argument)}; recomputed {recomputed}; {meshes(runs[-1])}"
 
 
-def _score(score: Figures) -> str:
+def _dist(score: Figures) -> str:
     dist = score["dist_ratio"]
-    return (
-        f"batch {score['mean_batch']:.1f}, pad {score['pad_ratio']:.3f}, dist {dist['vision']:.3f} / {dist['llm']:.3f}"
-    )
+    return f"dist {dist['vision']:.3f} / {dist['llm']:.3f}"
 
 
 def _grouping(runs: Sequence[Figures], argument: str) -> str:
-    return _score(runs[0][argument])
+    score = runs[0][argument]
+    return f"batch {score['mean_batch']:.1f}, pad {score['pad_ratio']:.3f}, {_dist(score)}"
 
 
 def _threshold(runs: Sequence[Figures], argument: str) -> str:
-    return _score(runs[0]["thresholds"][int(argument)])
+    """Return batch and dist ratios of ISF, whose groups are not padded."""
+    score = runs[0]["thresholds"][int(argument)]
+    return f"batch {score['mean_batch']:.1f}, {_dist(score)}"
 
 
 def _rounds(runs: Sequence[Figures], argument: str) -> str:

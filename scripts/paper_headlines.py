@@ -43,8 +43,7 @@ def short_refusal(text: str) -> str:
 
 def headline_lines(headline: Headline, papers: Papers, record: Record, picture: str) -> Iterator[str]:
     """Yield a headline's section: figures with a verdict, the reason, the picture and the experiments."""
-    pair = [f"{headline.paper}/{name}" for name in (headline.slower, headline.faster)]
-    ours, reason = headline_answer(headline, [record.entry(name, papers.runs[name]) for name in pair])
+    ours, reason = headline_answer(headline, _entries(headline, headline.slower, headline.faster, papers, record))
     yield f"### {paper_title(headline.paper)}: {headline.what}"
     yield ""
     yield f"Paper: {headline.published}. Ours: {ours}."
@@ -56,13 +55,28 @@ def headline_lines(headline: Headline, papers: Papers, record: Record, picture: 
         yield f"![{headline.what}: the paper's gain and ours]({picture})"
     if headline.experiments:
         yield ""
-        yield "| changed in both | slower | faster | gain |"
+        yield "| changed | slower | faster | gain |"
         yield "|---|---|---|---|"
         for experiment in headline.experiments:
-            names = [f"{headline.paper}/{name}" for name in (experiment.slower, experiment.faster)]
-            entries = [record.entry(name, papers.runs[name]) for name in names]
+            entries = _entries(headline, experiment.slower, experiment.faster, papers, record)
             yield f"| {experiment.what} | {' | '.join(_experiment_cells(headline, entries))} |"
     yield ""
+
+
+def overview_lines(papers: Papers, record: Record) -> Iterator[str]:
+    """Yield a table of all headlines: what the paper states, and what ours says to its order."""
+    yield "| headline | paper | ours |"
+    yield "|---|---|---|"
+    for headline in papers.headlines:
+        ours, _ = headline_answer(headline, _entries(headline, headline.slower, headline.faster, papers, record))
+        yield f"| {paper_title(headline.paper)}: {headline.what} | {headline.published} | {ours} |"
+    yield ""
+
+
+def _entries(headline: Headline, slower: str, faster: str, papers: Papers, record: Record) -> list[Entry | None]:
+    """Return the answers to two runs of the headline's paper."""
+    names = [f"{headline.paper}/{name}" for name in (slower, faster)]
+    return [record.entry(name, papers.runs[name]) for name in names]
 
 
 def _experiment_cells(headline: Headline, entries: Sequence[Entry | None]) -> list[str]:
@@ -107,8 +121,7 @@ def headline_gains(headline: Headline, papers: Papers, record: Record) -> list[G
     rows += [(experiment.what, experiment.slower, experiment.faster) for experiment in headline.experiments]
     ours = []
     for what, slower, faster in rows:
-        names = [f"{headline.paper}/{name}" for name in (slower, faster)]
-        gain = _gain(headline, [record.entry(name, papers.runs[name]) for name in names])
+        gain = _gain(headline, _entries(headline, slower, faster, papers, record))
         if gain is not None:
             ours.append(Gain(what, (gain,)))
     return [*paper, *ours] if ours and ours[0].what == "ours" else None

@@ -100,7 +100,9 @@ def _miniature(part: Json) -> Iterator[str]:
     how = f"trained {rounds} {'time' if rounds == 1 else 'times'}" if is_trained else "rehearsed"
     yield f"### {part['title']}"
     yield ""
-    yield f"{part['ranks']} ranks, {how}; lengths of `{part['paper']}`. {_ratios(part['ratios'])}"
+    yield f"{part['ranks']} ranks, {how} on {part['date']}; lengths of `{part['paper']}`. {part['machine']}."
+    yield ""
+    yield _ratios(part["ratios"])
     yield ""
     seen = "trained" if is_trained else "rehearsed"
     yield f"| case | plan | predicted, ms a sample | {seen} | predicted speed-up | {seen} | waited for a core |"

@@ -1,10 +1,12 @@
 """Write docs/papers.md, and docs/papers_runs.md with the commands, from the data files and the record."""
 
+import textwrap
 from collections.abc import Iterator, Sequence
+from operator import itemgetter
 
 from scripts.paper_data import PAPERS, Cell, Papers, Run, Table
 from scripts.paper_figures import FIGURES
-from scripts.paper_headlines import NOT_PLANNED, headline_lines, paper_title, short_refusal
+from scripts.paper_headlines import MAX_LINE, NOT_PLANNED, headline_lines, overview_lines, paper_title, short_refusal
 from scripts.paper_miniatures_page import miniatures_section
 from scripts.paper_pictures import picture_name
 from scripts.paper_record import Entry, Record
@@ -53,20 +55,26 @@ def _run_lines(run: Run, entry: Entry | None) -> Iterator[str]:
 
 def _summary(papers: Papers, record: Record) -> Iterator[str]:
     """Yield how much is recorded, when and where."""
-    entries = [record.entry(name, run) for name, run in papers.runs.items()]
-    made = [entry for entry in entries if entry is not None]
-    yield f"**Recorded:** {len(made)} of {len(entries)} runs."
+    entries = {name: record.entry(name, run) for name, run in papers.runs.items()}
+    made = [entry for entry in entries.values() if entry is not None]
     if made:
         dates = sorted({entry.date for entry in made})
-        trees = ", ".join(sorted({entry.tree for entry in made}))
-        seconds = sum(entry.seconds for entry in made)
         period = " to ".join(dict.fromkeys((dates[0], dates[-1])))
-        yield f"{period}, planner {trees}, {made[-1].machine.partition(',')[0]},"
-        yield f"{seconds:,.0f} processor seconds. Cells of the other runs say so."
-    yield ""
+        seconds = sum(entry.seconds for entry in made)
+        longest, most_s = max(((name, entry.seconds) for name, entry in entries.items() if entry), key=itemgetter(1))
+        num_planners = len({entry.tree for entry in made})
+        text = (
+            f"**Recorded:** {len(made)} of {len(entries)} runs, {period}, by {num_planners} states of the planner "
+            f"([by run](papers_runs.md)), on {made[-1].machine.partition(',')[0]}. They took {seconds:,.0f} processor "
+            f"seconds, of which `{longest}` took {most_s:.0f}. `python -m scripts.papers check` plans them all again "
+            "and compares. Cells of runs without an answer say so."
+        )
+        yield from textwrap.wrap(text, MAX_LINE, break_on_hyphens=False)
+        yield ""
 
 
 def _headlines(papers: Papers, record: Record) -> Iterator[str]:
+    yield from overview_lines(papers, record)
     for headline in papers.headlines:
         yield from headline_lines(headline, papers, record, picture_name(headline))
 

@@ -33,6 +33,7 @@ from scripts.paper_data import DATA_FOLDER, ROOT, Run
 
 RECORD_FILE = DATA_FOLDER / "record.json"
 SIGNIFICANT_DIGITS = 9  # of recorded figures: sums of floats differ in the last digits between machines
+CLOCKED = {"seconds", "allocation_s", "inside_ms", "between_ms"}  # figures that a clock measures
 Figures = dict[str, Any]
 
 
@@ -47,6 +48,17 @@ class Entry:
     seconds: float  # of one processor, so that a busy machine does not count
     figures: Figures = field(default_factory=dict)
     refused: str | None = None
+
+    @property
+    def lasting(self) -> tuple[str | None, Figures]:
+        """What another planning of the same question must answer: all but what a clock measures."""
+        return self.refused, _without_clocked(self.figures)
+
+
+def _without_clocked(figures: Any) -> Any:
+    if isinstance(figures, dict):
+        return {key: _without_clocked(value) for key, value in figures.items() if key not in CLOCKED}
+    return [_without_clocked(value) for value in figures] if isinstance(figures, list) else figures
 
 
 class Record:

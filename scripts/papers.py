@@ -3,11 +3,13 @@
     python -m scripts.papers                       write docs/papers.md and docs/papers_runs.md from the record
     python -m scripts.papers run [--only omnibal]  plan what the record lacks, on two cores, few GPUs first
     python -m scripts.papers run --again           plan again what another planner than this tree's has answered
+    python -m scripts.papers check                 plan everything again, and say what differs from the record
     python -m scripts.papers --texts FOLDER        find each quotation in the papers' texts
 
-`run` saves every answer when it has it, so it may be stopped and started again. `--only` takes the beginning of names
-of runs, such as `omnibal` or `omnibal/6b-20b`, or of a table, such as `mmscale_figure15`; `headlines` are the runs of
-the headlines with their experiments. Data: scripts/papers.
+`run` saves every answer when it has it, so it may be stopped and started again. `check` saves none, and fails if a
+figure differs that no clock measures. `--only` takes the beginning of names of runs, such as `omnibal` or
+`omnibal/6b-20b`, or of a table, such as `mmscale_figure15`; `headlines` are the runs of the headlines with their
+experiments. Data: scripts/papers.
 """
 
 import argparse
@@ -24,7 +26,7 @@ from pathlib import Path
 from scripts.paper_data import DATA_FOLDER, ROOT, Papers, Published
 from scripts.paper_page import papers_page, runs_page
 from scripts.paper_pictures import draw_pictures
-from scripts.paper_record import Record, answer, planner_tree
+from scripts.paper_record import Entry, Record, answer, planner_tree
 
 INTRODUCTION = DATA_FOLDER / "introduction.md"
 PAGE = ROOT / "docs" / "papers.md"
@@ -32,24 +34,28 @@ RUNS_PAGE = ROOT / "docs" / "papers_runs.md"
 HEADLINES = "headlines"  # of `--only`
 NUM_JOBS = 2  # processes
 NICENESS = 10  # of the planning processes
+AS_RECORDED = "as recorded"
 LEFT_OUT = " [...] "  # in a quotation: words between its parts are not quoted
 
 
 def main() -> int:
     """Write the pages, plan, or look for quotations; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("action", nargs="?", choices=["page", "run"], default="page")
+    parser.add_argument("action", nargs="?", choices=["page", "run", "check"], default="page")
     parser.add_argument(
-        "--only", default="", help="with `run`: the beginning of runs' names, or of a table's file name"
+        "--only", default="", help="with `run` and `check`: the beginning of runs' names, or of a table's file name"
     )
     parser.add_argument("--again", action="store_true", help="with `run`: also what another planner answered")
-    parser.add_argument("--jobs", type=int, default=NUM_JOBS, help="with `run`: processes side by side")
-    parser.add_argument("--nice", type=int, default=NICENESS, help="with `run`: how far these give way to others")
+    parser.add_argument("--jobs", type=int, default=NUM_JOBS, help="processes side by side, of `run` and `check`")
+    parser.add_argument("--nice", type=int, default=NICENESS, help="how far these give way to others")
     parser.add_argument("--texts", type=Path, help="folder of the papers' texts (*.txt)")
     options = parser.parse_args()
     papers = Papers()
     if options.texts is not None:
         return report_quotations(papers, options.texts)
+    if options.action == "check":
+        names = fewest_ranks_first(papers, chosen_runs(papers, options.only))
+        return check_runs(papers, Record(), names, options.jobs, options.nice)
     if options.action == "run":
         names = unanswered_runs(papers, Record(), options.only, again=options.again)
         answer_runs(papers, Record(), names, options.jobs, options.nice)
@@ -75,22 +81,54 @@ def chosen_runs(papers: Papers, only: str) -> list[str]:
     if only == HEADLINES:
         return list(dict.fromkeys(name for headline in papers.headlines for name in headline.run_names))
     by_name = [name for name in papers.runs if name.startswith(only)]
-    return list(dict.fromkeys(by_name or of_tables))
+    chosen = list(dict.fromkeys(by_name or of_tables))
+    if not chosen:
+        sys.exit(f"--only {only}: no run's name and no table's file begins so; see scripts/papers")
+    return chosen
 
 
 def unanswered_runs(papers: Papers, record: Record, only: str, *, again: bool = False) -> list[str]:
     """Return the chosen runs that have no answer yet, and with `again` those of another planner, few GPUs first."""
-    chosen = chosen_runs(papers, only)
-    if not chosen:
-        sys.exit(f"--only {only}: no run's name and no table's file begins so; see scripts/papers")
     tree = planner_tree()
-    answered = {name: record.entry(name, papers.runs[name]) for name in chosen}
+    answered = {name: record.entry(name, papers.runs[name]) for name in chosen_runs(papers, only)}
     names = [name for name, entry in answered.items() if entry is None or (again and entry.tree != tree)]
+    return fewest_ranks_first(papers, names)
+
+
+def fewest_ranks_first(papers: Papers, names: Sequence[str]) -> list[str]:
+    """Sort runs by the GPUs that they are planned for."""
     return sorted(names, key=lambda name: papers.runs[name].num_ranks)
 
 
 def answer_runs(papers: Papers, record: Record, names: Sequence[str], num_jobs: int, niceness: int) -> None:
-    """Answer the runs in processes that give way to others, and save each answer at once.
+    """Answer the runs and save each answer at once, saying which of them are as recorded before."""
+    for name, entry in answers(papers, names, num_jobs, niceness):
+        print(f"    {compared(record.entry(name, papers.runs[name]), entry)}", flush=True)
+        record.add(name, entry)
+
+
+def check_runs(papers: Papers, record: Record, names: Sequence[str], num_jobs: int, niceness: int) -> int:
+    """Answer the runs again and compare with the record, which stays as it is; return 1 if any answer differs."""
+    differing, seconds = [], 0.0
+    for name, entry in answers(papers, names, num_jobs, niceness):
+        seconds += entry.seconds
+        if compared(record.entry(name, papers.runs[name]), entry) != AS_RECORDED:
+            differing.append(name)
+    for name in differing:
+        print(f"not as recorded: {name}")
+    print(f"{len(names) - len(differing)} of {len(names)} runs are as recorded; {seconds:,.0f} processor seconds")
+    return 1 if differing else 0
+
+
+def compared(recorded: Entry | None, entry: Entry) -> str:
+    """Say whether an answer is the recorded one, but for what a clock measures."""
+    if recorded is None:
+        return "for the first time"
+    return AS_RECORDED if recorded.lasting == entry.lasting else "changed"
+
+
+def answers(papers: Papers, names: Sequence[str], num_jobs: int, niceness: int) -> Iterator[tuple[str, Entry]]:
+    """Answer the runs in processes that give way to others; yield name and answer of each when it has ended.
 
     Raises SystemExit after the last run if any of them failed otherwise than by a refusal, with their errors.
     """
@@ -106,7 +144,7 @@ def answer_runs(papers: Papers, record: Record, names: Sequence[str], num_jobs: 
                 continue
             entry = future.result()
             print(f"{time.strftime('%H:%M:%S')} {number} of {len(names)}: {name}, {entry.seconds:.0f} s", flush=True)
-            record.add(name, entry)
+            yield name, entry
     if failed:
         sys.exit("\n".join(["these runs failed:", *failed]))
 
