@@ -21,8 +21,8 @@ from mmtrain.durable_files import write_whole
 from mmtrain.errors import CheckpointError, MmtrainError, UserError
 from mmtrain.recipe import Recipe
 from mmtrain.recipe.settings.train_settings import CheckpointSettings
+from mmtrain.redaction import Redactor
 from mmtrain.report.runlog import METRICS_FILE
-from mmtrain.report.trackers.redaction import Redactor
 from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, HUGGING_FACE_FOLDER, PLAN_FILE, RECIPE_FILE
 from mmtrain.runtime.training.go_back import GoBack
 
