@@ -16,13 +16,14 @@ import faulthandler
 import json
 import mmap
 import os
+import selectors
 import signal
 import struct
 import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import IO, Any, NoReturn
@@ -30,12 +31,21 @@ from typing import IO, Any, NoReturn
 import mmtrain.errors
 from mmtrain.errors import DataError, HostileFileError, MmtrainError
 from mmtrain.foreign_json import parse_json
-from mmtrain.system_calls import can_fork, leave_no_core_file, limit_data_bytes, num_data_bytes, open_memory_file
+from mmtrain.system_calls import (
+    can_fork,
+    leave_no_core_file,
+    limit_data_bytes,
+    num_data_bytes,
+    num_processor_ticks,
+    open_memory_file,
+)
 
 # Of a header, a row, a template: what takes milliseconds. A tokenizer of 250,000 tokens takes 0.8 s (2026-12-01).
 MAX_PROCESSOR_S = 8.0
 MAX_TEXT_BYTES = 700 << 20  # to read tokenizer or template: that tokenizer takes 203 MiB
+SILENCE_S = 30.0  # without an answer and without processor time, after which it is said what is waited for
 MAX_DEADLY_READS = 20  # after each, everything is read again
+_READ_BYTES = 1 << 20
 _MAX_THREADS = 256  # of a child, that read
 _IGNORED_SIGNALS = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP")  # the parent decides when a child ends
 _NEW_NETWORK = 0x40000000  # CLONE_NEWNET
@@ -265,7 +275,7 @@ def _run_child(child: _Child, function: Callable[[Notify], Any], notify: Notify)
     sys.stdout.flush()
     sys.stderr.flush()
     read_end, write_end = os.pipe()
-    with open(open_memory_file(), "w+b") as said, os.fdopen(read_end, "rb") as answers:
+    with open(open_memory_file(), "w+b") as said, os.fdopen(read_end, "rb", buffering=0) as answers:
         with warnings.catch_warnings():
             # Python 3.12 warns of threads. Those of this process hold no lock that the child takes.
             warnings.simplefilter("ignore", DeprecationWarning)
@@ -277,7 +287,7 @@ def _run_child(child: _Child, function: Callable[[Notify], Any], notify: Notify)
         status = None
         answer: dict[str, Any] = {}
         try:
-            for line in answers:
+            for line in _lines(answers, _Silence(pid, child.readings, notify)):
                 answer = parse_json(line)
                 if "note" in answer:
                     notify(answer["note"])
@@ -293,6 +303,43 @@ def _run_child(child: _Child, function: Callable[[Notify], Any], notify: Notify)
         sys.stderr.write(last_words)  # such as warnings
         return answer
     return {"died": _describe_end(exit_code, child.bounds.processor_s, _last_line(last_words))}
+
+
+class _Silence:
+    """Says once of each thing what a child waits for: one that computes is not waiting, however long it takes."""
+
+    def __init__(self, pid: int, readings: _Readings, notify: Notify) -> None:
+        self._pid, self._readings, self._notify = pid, readings, notify
+        self._ticks: int | None = None
+        self._named: set[str] = set()
+
+    def report(self) -> None:
+        """Say it, if the processor has not worked for the child since the last call."""
+        ticks = num_processor_ticks(self._pid)
+        places = [reading.place for reading in self._readings.read_all()]
+        if ticks is not None and ticks == self._ticks and places and places[0] not in self._named:
+            self._named.add(places[0])
+            self._notify(
+                f"{places[0]}: its storage has not answered for {SILENCE_S:g} s; reading goes on when it does. Look "
+                "whether its file server is mounted and answers"
+            )
+        self._ticks = ticks
+
+
+def _lines(answers: IO[bytes], silence: _Silence) -> Iterator[bytes]:
+    """Yield the lines of a child until it closes them; call `silence` whenever none has come for `SILENCE_S`."""
+    rest = b""
+    with selectors.DefaultSelector() as selector:
+        selector.register(answers, selectors.EVENT_READ)
+        while True:
+            if not selector.select(SILENCE_S):
+                silence.report()
+                continue
+            part = answers.read(_READ_BYTES)
+            if not part:
+                return
+            *lines, rest = (rest + part).split(b"\n")
+            yield from lines
 
 
 def _be_child(child: _Child, function: Callable[[Notify], Any], pipe: IO[str], stderr: int) -> NoReturn:

@@ -68,6 +68,16 @@ def limit_data_bytes(num_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
+def num_processor_ticks(pid: int) -> int | None:
+    """Return for how many clock ticks processors have worked for a process and its threads; None if unknown."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()  # behind the name, which may hold anything
+    except OSError:
+        return None
+    return int(fields[11]) + int(fields[12])
+
+
 def leave_no_core_file() -> None:
     """Let the system write no file with the memory of this process where it crashes."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -109,6 +109,25 @@ def test_too_many_deaths_and_those_of_no_file_are_errors(monkeypatch: pytest.Mon
         read_within(LITTLE, lambda _: os.abort())
 
 
+def test_storage_that_does_not_answer_is_named_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limited_reads, "SILENCE_S", 0.1)
+    pipe = tmp_path / "picture.png"
+    os.mkfifo(pipe)  # opening it to read blocks until someone writes, as a file server that is away does
+    notes: list[str] = []
+
+    def answer(note: str) -> None:
+        notes.append(note)
+        pipe.write_bytes(b"pixels")
+
+    def read(_: object) -> int:
+        now_reading(str(pipe))
+        return len(pipe.read_bytes())
+
+    assert read_within(LITTLE, read, answer) == 6
+    [note] = notes
+    assert note.startswith(f"{pipe}: its storage has not answered for 0.1 s")
+
+
 def test_a_child_ends_with_its_parent(tmp_path: Path) -> None:
     code = f"""
 import os, time
