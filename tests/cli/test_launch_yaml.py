@@ -242,12 +242,12 @@ def test_what_would_fail_there_is_refused_here(write_file: WriteFile, words: tup
 
 
 def test_gpus_without_a_name_of_skypilot_are_asked_for(project: Path) -> None:
-    plan = load_plan(project / "plan.json").model_copy(update={"world_size": 1, "hardware": "gb10-128g"})
+    plan = load_plan(project / "plan.json").model_copy(update={"hardware": "gb10-128g"})
     plan.save(project / "plan.json")
     recipe = load_recipe(project / "mine.yaml", ["cluster.ranks=null"]).recipe
-    request = JobRequest(Path("mine.yaml"), (), Path("plan.json"), Path("s3:/ours/x"), ranks_per_node=1)
+    request = JobRequest(Path("mine.yaml"), (), Path("plan.json"), Path("s3:/ours/x"), ranks_per_node=2)
     assert preset("gb10-128g").ranks_per_node >= 1
     with pytest.raises(UserError, match=r"--accelerator: .* gb10-128g of the plan"):
         skypilot_job(request, recipe, SkyPilotOptions())
     text, _ = skypilot_job(request, recipe, SkyPilotOptions(accelerator="GB10"))
-    assert yaml.safe_load(text)["resources"]["accelerators"] == "GB10:1"
+    assert yaml.safe_load(text)["resources"]["accelerators"] == "GB10:2"

@@ -59,7 +59,7 @@ def test_plan_prints_a_table_and_saves_a_plan_file(
     assert "modelled" in done.stdout
     *_, train, report = done.stdout.splitlines()
     assert train.startswith(f"  mmtrain train {RECIPE} --set ")
-    assert train.endswith(f" --set parallel.placement=auto --plan {out}")
+    assert train.endswith(f" --set parallel.placement=auto --set train.checkpoint.remote=s3://bucket/run --plan {out}")
     monkeypatch.chdir(tmp_path)
     shown = run_mmtrain(*shlex.split(report)[1:])
     assert shown.stdout == "plan.html written\n", shown.stderr

@@ -142,7 +142,12 @@ def _rotary_section(family: str, stated: Mapping[str, Any]) -> dict[str, Any]:
     return changed
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+# Of these no version wrote flat keys: `transformers` leaves them without positions. `tests/weights/test_gemma4.py` has
+# what their folders state.
+_OF_ONE_SPELLING = {"gemma4", "gemma4_text"}
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in _OF_ONE_SPELLING])
 def test_rotary_positions_stated_twice_are_those_of_transformers(tmp_path: Path, family: str) -> None:
     num_compared = 0
     for values in product(*ROTARY.values()):

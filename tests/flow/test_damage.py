@@ -139,13 +139,14 @@ def test_a_disk_that_stays_full_is_given_up(tmp_path: Path, capsys: pytest.Captu
 
 def _launch_on_a_full_disk(rank: int, size: int, _: Path, data: Path, run_dir: Path, max_bytes: int) -> tuple[int, str]:
     resource.setrlimit(resource.RLIMIT_FSIZE, (max_bytes, max_bytes))  # of a file: stands for a full disk
-    return launch_here(request_for(data, run_dir, "train.steps=8", resume=True))
+    return launch_here(request_for(data, run_dir, "train.steps=8", f"name={'x' * 60_000}", resume=True))
 
 
-@pytest.mark.parametrize(("file", "max_bytes"), [(LOCK_FILE, 0), (RECIPE_FILE, 1000), ("metrics.jsonl", 40_000)])
+# The limit holds for the memory in which the data is indexed, too, so the recipe is a long one.
+@pytest.mark.parametrize(("file", "max_bytes"), [(LOCK_FILE, 0), (RECIPE_FILE, 40_000), ("metrics.jsonl", 80_000)])
 def test_a_full_disk_at_resume_names_the_file(data: Path, at_step_4: Path, file: str, max_bytes: int) -> None:
     log = at_step_4 / "metrics.jsonl"
-    log.write_text(log.read_text() * 40)
+    log.write_text(log.read_text() * 80)
     [(code, message)] = fork_ranks(1, _launch_on_a_full_disk, data, at_step_4, max_bytes)
     assert code == 1
     assert message.startswith(f"{at_step_4 / file}: File too large; raise the limit of a file's size")

@@ -66,7 +66,7 @@ def test_a_plan_without_context_parallelism_does_not_mention_it() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"cp": 1, "cp_method": "ring"}, "cp is 1 with"),
+        ({"cp": 1, "dp": 2, "cp_method": "ring"}, "cp is 1 with"),
         ({"cp_split": None}, "has a method and a split"),
         ({"ranks": (1, 0)}, "ascend"),
     ],

@@ -193,6 +193,7 @@ def test_every_family_is_compared_with_transformers() -> None:
         "qwen2_5_omni",
         "qwen3_5",
         "qwen3_5_moe",
+        "qwen3_omni_moe",
         "qwen3_vl",
         "qwen3_vl_moe",
         "llava_next",

@@ -162,7 +162,7 @@ class LimitSettings(Section):
     )
     max_reading_bytes: Annotated[int, Field(ge=1 << 28)] = setting(
         4 << 30,
-        affects={"lengths"},
+        affects={"plan", "lengths"},
         added_later=True,
         description="Most memory that reading sources may take besides the index itself, in bytes. A file that takes "
         "more is named, and its samples are quarantined. Row groups of Parquet files of several GB need more.",
