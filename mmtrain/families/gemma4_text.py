@@ -126,9 +126,11 @@ def _heads_of_kinds(config: ConfigSection, settings: Settings, full_blocks: tupl
         return {"full_attention": {**full, "keys_as_values": is_same}}
     config.pass_over("global_head_dim", "num_global_key_value_heads")
     section = config.section("per_layer_config")
+    # `transformers` writes numbers with as many digits as the last block's: `05` of 30 blocks.
+    names = {int(name): name for name in stated if name.isdecimal()} if isinstance(stated, dict) else {}
     kinds: dict[bool, set[tuple[int, int]]] = {True: set(), False: set()}
     for block in range(settings["layers"]):
-        of_block = section.section(str(block))
+        of_block = section.section(names.get(block, str(block)))
         kv_heads, head_dim = settings["kv_heads"], settings["head_dim"]
         heads = (of_block.integer("num_key_value_heads", kv_heads), of_block.integer("head_dim", head_dim))
         kinds[block in full_blocks].add(heads)
