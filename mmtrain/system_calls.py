@@ -70,12 +70,18 @@ def limit_data_bytes(num_bytes: int) -> None:
 
 def num_processor_ticks(pid: int) -> int | None:
     """Return for how many clock ticks processors have worked for a process and its threads; None if unknown."""
+    fields = process_fields(pid)
+    return None if fields is None else int(fields[11]) + int(fields[12])
+
+
+def process_fields(pid: int) -> list[str] | None:
+    """Return the fields of /proc/PID/stat from the third one, the state, on; None if the process is gone."""
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()  # behind the name, which may hold anything
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            text = file.read()
     except OSError:
         return None
-    return int(fields[11]) + int(fields[12])
+    return text.rpartition(")")[2].split()  # the name of the program, in parentheses, may contain anything
 
 
 def leave_no_core_file() -> None:

@@ -29,7 +29,7 @@ from mmtrain.families.family import (
 from mmtrain.families.qwen2_5_vl import windowed_tower_settings, windowed_tower_weights
 from mmtrain.families.qwen2_vl import DECODER, MEDIA_SETTINGS, TINY_IMAGES, TOWER
 from mmtrain.families.weight_layouts import ParameterSource, as_is, respell
-from mmtrain.families.whisper import whisper_settings, whisper_weights
+from mmtrain.families.whisper import QWEN_ENCODER_DEFAULTS, whisper_settings, whisper_weights
 
 _DECODER_DEFAULTS = {
     "hidden_size": 3584,
@@ -43,13 +43,6 @@ _DECODER_DEFAULTS = {
 }
 _WITHOUT_EFFECT = ("init_std", "embed_dim")  # keys of sections of the hub's folders
 _DEFAULT_SECTIONS = (16, 24, 24)
-_ENCODER_DEFAULTS = {
-    "encoder_layers": 32,
-    "d_model": 1280,
-    "encoder_attention_heads": 20,
-    "encoder_ffn_dim": 5120,
-    "num_mel_bins": 128,
-}
 # As up to 5.17 `transformers` names modules, and as it writes tensors since: each version opens these.
 _EARS, _EYES, _DECODER = "audio_tower.", "visual.", "model."
 _OTHER_MODELS = ("talker", "token2wav")
@@ -147,7 +140,7 @@ def _vision_settings(thinker: ConfigSection, llm_hidden: int) -> Settings:
 
 def _audio_settings(thinker: ConfigSection, llm_hidden: int) -> Settings:
     tower = _section(thinker, "audio_config")
-    settings = whisper_settings(tower, _ENCODER_DEFAULTS)
+    settings = whisper_settings(tower, QWEN_ENCODER_DEFAULTS)
     tower.require("num_hidden_layers", settings["layers"], None, default=None)
     tower.require("output_dim", llm_hidden, default=3584)
     chunk = 2 * tower.integer("n_window", 100)

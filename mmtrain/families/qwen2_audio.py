@@ -19,15 +19,8 @@ from mmtrain.families.family import (
 )
 from mmtrain.families.text_decoders import qwen2_settings
 from mmtrain.families.weight_layouts import ParameterSource, as_is
-from mmtrain.families.whisper import whisper_settings, whisper_weights
+from mmtrain.families.whisper import QWEN_ENCODER_DEFAULTS, whisper_settings, whisper_weights
 
-_ENCODER_DEFAULTS = {
-    "encoder_layers": 32,
-    "d_model": 1280,
-    "encoder_attention_heads": 20,
-    "encoder_ffn_dim": 5120,
-    "num_mel_bins": 128,
-}
 _TOWER = "model.audio_tower."
 _DECODER = "model.language_model."
 _INSIDE: tuple[PrefixChange, ...] = (
@@ -62,7 +55,7 @@ def _settings(config: ConfigSection) -> FolderSettings:
     tower.require("model_type", "qwen2_audio_encoder", default="qwen2_audio_encoder")
     llm = never_tied(config, qwen2_settings(text))
     audio = {
-        **whisper_settings(tower, _ENCODER_DEFAULTS),
+        **whisper_settings(tower, QWEN_ENCODER_DEFAULTS),
         "clip_end": "silence",
         "downsample": 2,
         "pooling": "mean",

@@ -26,7 +26,7 @@ from mmtrain.families.qwen2_vl import MEDIA_SETTINGS, TOWER
 from mmtrain.families.qwen3_vl import QWEN3_VL, folder_settings, tower_weights
 from mmtrain.families.rotary import rotary_settings, stated_rotary
 from mmtrain.families.weight_layouts import ParameterSource, as_is, flattened, respell
-from mmtrain.families.whisper import whisper_block_weights, whisper_settings
+from mmtrain.families.whisper import QWEN_ENCODER_DEFAULTS, whisper_block_weights, whisper_settings
 
 _DECODER_DEFAULTS = {
     "hidden_size": 2048,
@@ -39,13 +39,6 @@ _DECODER_DEFAULTS = {
 _EXPERTS = {"experts": 128, "top_k": 8, "ffn": 768}
 _DEFAULT_THETA = 1e6
 _DEFAULT_SECTIONS = (24, 20, 20)
-_ENCODER_DEFAULTS = {
-    "encoder_layers": 32,
-    "d_model": 1280,
-    "encoder_attention_heads": 20,
-    "encoder_ffn_dim": 5120,
-    "num_mel_bins": 128,
-}
 _CHUNK_TOKENS = 13  # of a whole chunk, whatever its frames: so `transformers` counts
 _FRAMES_PER_TOKEN = 8
 _KERNEL = (3, 3)
@@ -151,7 +144,7 @@ def _text_settings(thinker: ConfigSection) -> Settings:
 
 def _audio_settings(thinker: ConfigSection, llm_hidden: int) -> Settings:
     tower = thinker.section("audio_config")
-    settings = whisper_settings(tower, _ENCODER_DEFAULTS)
+    settings = whisper_settings(tower, QWEN_ENCODER_DEFAULTS)
     tower.require("num_hidden_layers", settings["layers"], None, default=None)
     tower.require("output_dim", llm_hidden, default=3584)
     tower.pass_over("conv_chunksize")  # chunks that are convolved at once

@@ -8,6 +8,14 @@ from mmtrain.families.weight_layouts import ParameterSource, as_is, flattened, q
 
 _KERNEL = 3  # of both convolutions
 _WITHOUT_DROPOUT = ("dropout", "attention_dropout", "activation_dropout", "encoder_layerdrop")
+# What the config classes of Qwen's audio encoders assume for keys that are missing.
+QWEN_ENCODER_DEFAULTS = {
+    "encoder_layers": 32,
+    "d_model": 1280,
+    "encoder_attention_heads": 20,
+    "encoder_ffn_dim": 5120,
+    "num_mel_bins": 128,
+}
 
 
 def whisper_settings(config: ConfigSection, defaults: Mapping[str, int]) -> Settings:

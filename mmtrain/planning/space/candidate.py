@@ -85,7 +85,7 @@ class MeshAssignment:
 
     @property
     def sizes(self) -> AssignmentSizes:
-        """What a pipelined assignment is told apart by, as a key."""
+        """The meshes and microbatches that make a pipelined assignment, as a key."""
         return self.placement, tuple(self.meshes.items()), tuple(self.num_microbatches.items())
 
     @property

@@ -24,6 +24,7 @@ from typing import Self
 from mmtrain.durable_files import disk_errors_named, file_named, sync_file, take_lock
 from mmtrain.errors import UserError
 from mmtrain.runtime.run_owner import LOCK_FILE, FolderClaim, FolderOwner, ProcessIdentity, read_owner
+from mmtrain.system_calls import process_fields
 
 # Clocks of two nodes of a cluster never differ by this much; a file that was touched longer ago needs no watching.
 MAX_CLOCK_DIFFERENCE_S = 600.0
@@ -291,9 +292,5 @@ def _process_start(pid: int) -> str | None:
 
     Unlike the time of day that libraries compute from it, this number does not move when the clock is set.
     """
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
-    state, *rest = text.rpartition(")")[2].split()  # the name of the program, in parentheses, may contain anything
-    return None if state in "ZX" else rest[18]
+    fields = process_fields(pid)
+    return None if fields is None or fields[0] in "ZX" else fields[19]

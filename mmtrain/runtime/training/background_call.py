@@ -12,6 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self
 
+from mmtrain.runtime.execution.activity import Activity
+from mmtrain.runtime.world import World
+
 CALL_PROCESS_MODULE = "mmtrain.runtime.training.call_process"
 CALL_NICENESS = 15  # of 19: the ranks and the loader's workers come first
 # The function is one thread; a GPU is the run's.
@@ -93,3 +96,11 @@ class BackgroundCall:
 
 def _describe_exit(code: int) -> str:
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+
+def finish_background(wait: Callable[[], bool], phase: str, patient_world: World, activity: Activity) -> None:
+    """Wait on rank 0 until `wait` says that all is done, each time as progress of `phase`; all ranks call this."""
+    is_done = False
+    while not is_done:
+        activity.start(phase)
+        is_done = patient_world.on_first(wait)

@@ -17,7 +17,7 @@ from mmtrain.checkpoint.verify_files import best_step_of
 from mmtrain.recipe.settings.train_settings import CheckpointSettings, ExportedPart
 from mmtrain.runtime.execution.activity import EXPORTING, Activity
 from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, HUGGING_FACE_FOLDER
-from mmtrain.runtime.training.background_call import CALL_NICENESS, BackgroundCall, CallOutcome
+from mmtrain.runtime.training.background_call import CALL_NICENESS, BackgroundCall, CallOutcome, finish_background
 from mmtrain.runtime.training.export_checkpoint import export_checkpoint
 from mmtrain.runtime.training.go_back import new_abandoned_folder, set_aside_newer_folders
 from mmtrain.runtime.training.hooks.checkpoints import CheckpointWriter
@@ -179,10 +179,7 @@ class HuggingFaceExport(StepHook):
 
 def finish_folders(folders: HuggingFaceFolders, patient_world: World, activity: Activity) -> None:
     """Wait until everything due is written. All ranks call this together."""
-    is_done = False
-    while not is_done:
-        activity.start(EXPORTING)
-        is_done = patient_world.on_first(folders.wait)
+    finish_background(folders.wait, EXPORTING, patient_world, activity)
 
 
 def write_hugging_face_folder(run: Path, step: int, out: Path, part: ExportedPart) -> None:

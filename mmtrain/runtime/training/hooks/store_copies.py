@@ -11,7 +11,7 @@ from pathlib import Path
 
 from mmtrain.recipe.settings.train_settings import CheckpointSettings
 from mmtrain.runtime.execution.activity import COPYING, Activity
-from mmtrain.runtime.training.background_call import BackgroundCall, CallOutcome
+from mmtrain.runtime.training.background_call import BackgroundCall, CallOutcome, finish_background
 from mmtrain.runtime.training.hooks.checkpoints import CheckpointWriter
 from mmtrain.runtime.training.run_records import RunRecords
 from mmtrain.runtime.training.step_hook import StepContext, StepHook
@@ -107,7 +107,4 @@ class CopyToStore(StepHook):
 
 def finish_copies(copies: RemoteCopies, patient_world: World, activity: Activity) -> None:
     """Wait until everything is copied, or could not be. All ranks call this together."""
-    is_done = False
-    while not is_done:
-        activity.start(COPYING)
-        is_done = patient_world.on_first(copies.wait)
+    finish_background(copies.wait, COPYING, patient_world, activity)
