@@ -65,6 +65,7 @@ quick-b: $(VENV)/.installed
 	$(BIN)/pytest $(PARALLEL) -m 'not slow and not long' $(addprefix --ignore=,$(LEFT_OUT_OF_B)) \
 	    tests/models tests/runtime tests/weights tests/data tests/program tests/flow/test_replicated.py
 	$(BIN)/pytest $(PARALLEL) tests/flow/test_environments.py tests/flow/test_megatron_schedule.py
+	$(BIN)/pytest $(PARALLEL) -m 'not long' tests/flow/test_pretrained.py -k test_a_step
 	$(BIN)/python -m scripts.first_gpu --dry-run --out $(VENV)/first-gpu
 
 check: $(VENV)/.installed     ## format, lint, types, layers

@@ -60,14 +60,17 @@ def no_media(folder: Path, files: Files, ids: Tensor) -> Arguments:
     return {}
 
 
-def squared_pictures(folder: Path, files: Files, ids: Tensor) -> Arguments:
-    """Return pictures of one size."""
+def _prepared(folder: Path, pictures: Sequence[Path], **passed: Any) -> Arguments:
+    """Return what the picture processor of the folder makes of them by Pillow: torchvision differs at sharp edges."""
     from transformers import AutoImageProcessor
 
-    if not files["image"]:
-        return {}
-    pictures = [Image.open(path) for path in files["image"]]
-    return {"pixel_values": AutoImageProcessor.from_pretrained(folder)(pictures, return_tensors="pt")["pixel_values"]}
+    processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
+    return dict(processor([Image.open(path) for path in pictures], return_tensors="pt", **passed))
+
+
+def squared_pictures(folder: Path, files: Files, ids: Tensor) -> Arguments:
+    """Return pictures of one size."""
+    return {"pixel_values": _prepared(folder, files["image"])["pixel_values"]} if files["image"] else {}
 
 
 def typed_pictures(folder: Path, files: Files, ids: Tensor) -> Arguments:
@@ -93,38 +96,28 @@ def tiled_pictures(folder: Path, files: Files, ids: Tensor) -> Arguments:
 
 def joined_tiles(folder: Path, files: Files, ids: Tensor) -> Arguments:
     """Return the tiles of LLaVA-NeXT, and the sizes of the pictures that they are joined to."""
-    from transformers import AutoImageProcessor
-
-    if not files["image"]:
-        return {}
-    pictures = [Image.open(path) for path in files["image"]]
-    return dict(AutoImageProcessor.from_pretrained(folder)(pictures, return_tensors="pt"))
+    return _prepared(folder, files["image"]) if files["image"] else {}
 
 
 def native_pictures(folder: Path, files: Files, ids: Tensor) -> Arguments:
     """Return pictures of any shape, as models of Qwen-VL's line take them."""
-    from transformers import AutoConfig, AutoImageProcessor
+    from transformers import AutoConfig
 
     if not files["image"]:
         return {}
-    pictures = [Image.open(path) for path in files["image"]]
     types = (ids == AutoConfig.from_pretrained(folder).image_token_id).int()[None]
-    return {
-        **AutoImageProcessor.from_pretrained(folder)(pictures, return_tensors="pt"),
-        "mm_token_type_ids": types,
-    }
+    return {**_prepared(folder, files["image"]), "mm_token_type_ids": types}
 
 
 def pixtral_pictures(folder: Path, files: Files, ids: Tensor) -> Arguments:
     """Return pictures of any shape, padded to one, and their sizes."""
-    from transformers import AutoConfig, AutoImageProcessor
+    from transformers import AutoConfig
 
     if not files["image"]:
         return {}
     config = AutoConfig.from_pretrained(folder)
     passed = {"patch_size": config.vision_config.patch_size * config.spatial_merge_size}  # by Pixtral's processor
-    pictures = [Image.open(path) for path in files["image"]]
-    return dict(AutoImageProcessor.from_pretrained(folder)(pictures, return_tensors="pt", **passed))
+    return _prepared(folder, files["image"], **passed)
 
 
 def whisper_clips(folder: Path, files: Files, ids: Tensor) -> Arguments:
@@ -142,12 +135,9 @@ def whisper_clips(folder: Path, files: Files, ids: Tensor) -> Arguments:
 
 def pictures_and_clips(folder: Path, files: Files, ids: Tensor) -> Arguments:
     """Return pictures of any shape, and the log-mel frames of clips, each of which is prepared by itself."""
-    from transformers import AutoFeatureExtractor, AutoImageProcessor
+    from transformers import AutoFeatureExtractor
 
-    arguments: Arguments = {}
-    if files["image"]:
-        pictures = [Image.open(path) for path in files["image"]]
-        arguments |= AutoImageProcessor.from_pretrained(folder)(pictures, return_tensors="pt")
+    arguments: Arguments = _prepared(folder, files["image"]) if files["image"] else {}
     if files["audio"]:
         extract = AutoFeatureExtractor.from_pretrained(folder)
         options = {"sampling_rate": 16000, "padding": True, "truncation": False, "return_tensors": "pt"}
@@ -162,7 +152,7 @@ def pictures_and_clips(folder: Path, files: Files, ids: Tensor) -> Arguments:
 
 def one_clip_at_a_time(model: Any) -> None:
     """Let Qwen3-Omni encode each clip by itself: it pads short ones where a longer one is in the same call."""
-    encoder = model.model.audio_tower
+    encoder = next(module for name, module in model.named_modules() if name.endswith("audio_tower"))  # 5.24 moved it
     encode = encoder.forward
 
     def encode_apart(input_features: Tensor, feature_lens: Tensor, **options: Any) -> Any:
