@@ -112,7 +112,12 @@ class TemplateTokenizer:
         parts = {kind: facts.part for kind, facts in self._facts.media.items() if facts.part is not None}
         inserted = {kind: markup.placeholder for kind, markup in markups.items() if kind not in parts}
         self._builder = ConversationBuilder(
-            self._facts.texts_as_parts, self._facts.has_tool_turns, inserted, self._escape, parts
+            self._facts.texts_as_parts,
+            self._facts.has_tool_turns,
+            inserted,
+            self._escape,
+            parts,
+            self._facts.thoughts_as_parts,
         )
         self._render = SkeletonRenderer(self._template.tree, self._render_in_full).render
         self._answers = AnswerFinder(self._render, self._facts, _any_of(turn_tokens))
