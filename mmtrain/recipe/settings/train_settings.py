@@ -311,7 +311,7 @@ class LoraSettings(Section):
         description="`rslora` (arXiv 2312.03732): the output is scaled by `alpha` / sqrt(`rank`), so that high ranks "
         "learn as fast as low ones.",
     )
-    dropout: Annotated[float, Field(ge=0, lt=1)] = setting(
+    dropout: Annotated[float, Field(ge=0, le=0.99)] = setting(
         0.0,
         affects={"plan", "resume"},
         added_later=True,
