@@ -36,6 +36,8 @@ def check(
 ) -> None:
     """Decode every sample, count those that cannot be used, and show some of each kind. `--out` lists all.
 
+    It does not wait for storage that is away: what it cannot read there counts as bad.
+
     Exits with 1 if the share of bad samples is above the recipe's data.max_bad_rate (without a recipe: 1 in 100).
     """
     import json

@@ -66,6 +66,9 @@ FORWARD_KERNELS = {
 }
 _ROW_PARALLEL = ("proj", "linear_fc2", "linear_2", "linear")  # linears that split their inputs
 ADAPTER_KERNELS = 4  # of one adapter in forward: two GEMMs, the scale, the addition
+# Moved for each input of an adapter with dropout: hashes of 8 bytes for four inputs by 22 reads and writes (44), which
+# of them are kept (3), the product and its scale (9), in bf16. Counted in `models.kernels.keyed_dropout`.
+DROPOUT_BYTES = 56
 # All-reduces that tensor parallelism adds to forward, and to the input gradients of backward (Megatron-LM, arXiv
 # 1909.08053). Layers of a U-Net are not split.
 TP_ALL_REDUCES = {
@@ -369,6 +372,8 @@ class AnalyticCosts:
                 is_row_parallel = linear.endswith(_ROW_PARALLEL)
                 adapter_s = sum(map(self._gemm, pair)) * (2 if is_backward else 1)
                 adapter_s += ADAPTER_KERNELS * self.hardware.kernel_launch_s
+                if layer.lora.dropout:
+                    adapter_s += DROPOUT_BYTES * low.m * low.k / self.hardware.moved_bytes_per_s
                 adapter_s += 3 * out.m * out.n * self.element_bytes / self.hardware.moved_bytes_per_s
                 of_mixer = () if layer.mixer is None else layer.mixer.linears
                 is_in_mixture = isinstance(layer.mlp, MoeMlp) and linear not in of_mixer

@@ -250,7 +250,7 @@ def _config(recipe: Recipe, folder: Path, modules: list[_Adapted]) -> Mapping[st
         "base_model_name_or_path": str(folder),
         "r": lora.rank,
         "lora_alpha": int(lora.alpha) if lora.alpha.is_integer() else lora.alpha,
-        "lora_dropout": 0.0,
+        "lora_dropout": lora.dropout,
         "use_rslora": lora.scaling == "rslora",
         "bias": "none",
         "fan_in_fan_out": False,

@@ -169,7 +169,7 @@ def test_axolotl(recipes: dict[str, tuple[str, Recipe]]) -> None:
     assert recipe.train.global_batch == {"samples": 8}
     assert recipe.train.lora is not None
     assert recipe.train.lora.targets == (*(f"llm.*.linear_{part}" for part in "qkv"), "llm.*.linear_fc2")
-    assert "#   * lora_dropout: 0.05: has no setting: adapters drop nothing" in text
+    assert recipe.train.lora.dropout == 0.05
     assert "#   * optimizer: adamw_bnb_8bit: is a section, train.optimizer" in text
 
 

@@ -79,6 +79,23 @@ EMPTY_THOUGHTS = (
 {%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}
 """
 )
+# Ministral 3 Reasoning, Magistral: thoughts are parts of the content, and nothing beside it is read.
+_THOUGHTS_IN_CONTENT = """
+{{- bos_token -}}
+{%- for message in messages -%}
+    {%- set blocks = [{'type': 'text', 'text': message.content}] if message.content is string else message.content -%}
+    {%- set around = 'SYSTEM_PROMPT]' if message.role == 'system' else 'INST]' -%}
+    {%- if message.role == 'assistant' -%}
+        {#START#}{%- for block in blocks -%}
+            {%- if block.type == 'text' -%}{{- block.text -}}
+            {%- elif block.type == 'thinking' -%}{{- '[THINK]' + block.thinking + '[/THINK]' -}}
+            {%- else -%}{{- raise_exception('texts and thoughts only') -}}{%- endif -%}
+        {%- endfor -%}{{- eos_token -}}{#END#}
+    {%- else -%}
+        {{- '[' + around -}}{%- for block in blocks -%}{{- block.text -}}{%- endfor -%}{{- '[/' + around -}}
+    {%- endif -%}
+{%- endfor -%}
+"""
 _BOXES = ("<|box_start|>", "<|box_end|>", "<tool_call>")
 _QWEN = FAMILIES["thinking"]
 _QWEN_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *_BOXES)
@@ -100,3 +117,8 @@ THINKING_FAMILIES: dict[str, Family] = {
         answers_end_with="",
     ),
 }
+THOUGHT_PARTS = replace(
+    FAMILIES["mistral"],
+    template=_THOUGHTS_IN_CONTENT,
+    special=("<s>", "</s>", "[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[THINK]", "[/THINK]"),
+)

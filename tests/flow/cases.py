@@ -17,6 +17,7 @@ from mmtrain.data.loading.payload import EncoderPayload, build_encoder_payload, 
 from mmtrain.data.media.image_grids import MediumGrid
 from mmtrain.data.text.sample_tokenizer import EncodedSample
 from mmtrain.models.build_stage import StageOptions, build_stage
+from mmtrain.models.kernels.keyed_dropout import key_of, token_keys
 from mmtrain.models.megatron import ParallelGroups
 from mmtrain.models.megatron.selection_biases import SelectionBiases
 from mmtrain.models.shapes.model_shape import build_model_shape
@@ -388,6 +389,7 @@ class Reference:
                 if optimizer.kind == "adamw" or name not in linears:
                     lr = optimizer.lr * own.lr_scale * scales[int(name.split(".")[1])]
                     groups.append({"params": [param], "weight_decay": decay if param.ndim > 1 else 0.0, "lr": lr})
+        self.num_steps = 0
         self.adam = torch.optim.AdamW(groups, betas=optimizer.betas, eps=optimizer.eps)
         self.biases = []
         if settings.model.llm.moe is not None:
@@ -427,7 +429,15 @@ class Reference:
             stepped.step()
         for biases in self.biases:
             biases.step(torch.zeros(()))
+        self.num_steps += 1
         return loss, norm, gradients
+
+    def _item_keys(self, unit: str, sample: int, num_items: int) -> tuple[int, ...] | None:
+        """Return the keys of a sample's items in this step, by which adapters drop inputs; None if they drop none."""
+        train = self.settings.train
+        if train.lora is None or not train.lora.dropout:
+            return None
+        return tuple(key_of(train.seed, self.num_steps, unit, sample, item) for item in range(num_items))
 
     def _loss(self, sample: int, grids: list[tuple[int, int]]) -> Tensor:
         tokens = encoded(sample, self.encoders)
@@ -438,13 +448,15 @@ class Reference:
             for unit, (cells, _) in CELLS.items():
                 if unit in self.encoders and unit != "audio":
                     pixels = np.concatenate([cells(sample, i, *grid) for i, grid in enumerate(grids)])
-                    features[unit] = self.stages[unit](None, EncoderInput(rows, cols, torch.from_numpy(pixels)))
+                    keys = self._item_keys(unit, sample, len(grids))
+                    images = EncoderInput(rows, cols, torch.from_numpy(pixels), item_keys=keys)
+                    features[unit] = self.stages[unit](None, images)
         if "audio" in self.encoders and CLIPS[sample]:
             frames = tuple(CLIPS[sample])
             sound = np.concatenate([mels(sample, i, n) for i, n in enumerate(frames)])
-            features["audio"] = self.stages["audio"](
-                None, EncoderInput(frames, (1,) * len(frames), torch.from_numpy(sound))
-            )
+            keys = self._item_keys("audio", sample, len(frames))
+            clips = EncoderInput(frames, (1,) * len(frames), torch.from_numpy(sound), item_keys=keys)
+            features["audio"] = self.stages["audio"](None, clips)
         positions = None
         if self.settings.model.llm.rope_sections is not None:
             positions = torch.from_numpy(position_ids(sample, tokens.ids))
@@ -455,6 +467,10 @@ class Reference:
             spans = ((2, 2 + num_features),)  # no text is between the images of a sample, so they count as one
         inputs = TextInput((len(ids),), ids, labels, places, positions, image_spans=spans)
         inputs = replace(inputs, token_weight=self.token_weight)
+        train = self.settings.train
+        if train.lora is not None and train.lora.dropout:
+            keys_of_tokens = token_keys([key_of(train.seed, self.num_steps, "llm", sample)], [len(ids)])
+            inputs = replace(inputs, token_keys=torch.from_numpy(keys_of_tokens))
         loss: Tensor = self.stages["llm"](None, inputs, features)
         return loss
 

@@ -55,6 +55,7 @@ ADAPTERS = "adapters"
 ADAPTED: dict[str, Any] = {
     "train__lora": {"rank": 2, "alpha": 8.0, "targets": ("*",), "also_train": ("vision.projector.linear_1.*",)}
 }
+DROPPING: dict[str, Any] = {"train__lora": ADAPTED["train__lora"] | {"dropout": 0.3}}
 RECOMPUTED = {"none": (), "all": (0, 1, 2, 3, 4), "some": (1, 3)}
 PLAIN = "plain"
 # What published families have in their blocks, beside the plain ones of `tests.flow.cases`.

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tests.flow.cases import AUDIO, DEEPSTACK, FINE, LONG, MANY, Mesh, plan, recipe
-from tests.flow.cells import ADAPTED
+from tests.flow.cells import ADAPTED, DROPPING
 from tests.flow.equality import assert_equals_one_process
 from tests.flow.test_master import BIDIRECTIONAL, FROZEN_VISION, WINDOWED
 
@@ -57,6 +57,10 @@ SLOW: dict[str, tuple[dict[str, Any], dict[str, Mesh]]] = {
     "ulysses cp2, adapters": (
         ADAPTED,
         {"vision": Mesh((), (0, 1), dp=2), "llm": Mesh((), (0, 1), cp=2, split="even")},
+    ),
+    "ring cp2, adapters with dropout": (
+        DROPPING,
+        {"vision": Mesh((), (0, 1), dp=2), "llm": Mesh((), (0, 1), cp=2, method="ring", split="even")},
     ),
     "ring cp2, frozen encoder": (
         FROZEN_VISION,

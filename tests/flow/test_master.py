@@ -14,7 +14,7 @@ from mmtrain.runtime.execution.rank_context import build_rank_context
 from mmtrain.runtime.world import World
 from tests.distributed import run_ranks
 from tests.flow.cases import AUDIO, DEEPSTACK, FINE, RESAMPLED, Mesh, Order, plan, recipe, step_data
-from tests.flow.cells import ADAPTED
+from tests.flow.cells import ADAPTED, DROPPING
 from tests.flow.equality import assert_equals_one_process
 from tests.flow.orders import PIPELINE, TOGETHER
 from tests.models.factory import MERGED
@@ -57,6 +57,21 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Mesh]]] = {
     "adapters on query, value and gate apart, tp4 with two kv heads": (
         PARTS,
         {"vision": Mesh((), (4,)), "llm": Mesh((), (0, 1, 2, 3), tp=4)},
+    ),
+    "adapters with dropout, both tp2 with slices of tokens, llm pp2, recomputed": (
+        DROPPING,
+        {
+            "vision": Mesh((), (0, 1), tp=2, sp=True, recompute=(1, 3)),
+            "llm": Mesh((2,), (2, 3, 4, 5), tp=2, sp=True, recompute=(1,)),
+        },
+    ),
+    "adapters with dropout, unified tp2 pp2, chunks of tokens, other microbatches": (
+        DROPPING,
+        {"vision": Mesh((), (0, 1), tp=2, n=2), "llm": Mesh((2,), (0, 1, 2, 3), tp=2, tp_chunks=2)},
+    ),
+    "adapters with dropout, disaggregated 1:2, audio": (
+        DROPPING | SPEECH,
+        {"vision": Mesh((), (0,), n=4), "audio": Mesh((2,), (1, 2)), "llm": Mesh((), (3, 4), dp=2)},
     ),
     "llm tp4 with two kv heads": ({}, {"vision": Mesh((), (4,)), "llm": Mesh((), (0, 1, 2, 3), tp=4)}),
     "both tp2 with slices of tokens, pp2, recomputed, partly frozen": (
@@ -226,6 +241,10 @@ COLOCATED: dict[str, tuple[dict[str, Any], dict[str, Mesh]]] = {
         },
     ),
     "in parts, a pipeline": ({}, {"vision": Mesh((), (0, 1), dp=2), "llm": Mesh((2,), (0, 1))}),
+    "in parts, a pipeline, adapters with dropout": (
+        DROPPING,
+        {"vision": Mesh((), (0, 1), dp=2), "llm": Mesh((2,), (0, 1))},
+    ),
     "in parts, a pipeline, recomputed": (
         {},
         {
@@ -416,6 +435,7 @@ ORDERS: dict[str, Order] = {
     "in parts, one rank, nothing of the encoder trains": {0: TOGETHER},
     "in parts, tp2 with slices of tokens, recomputed": {0: TOGETHER, 1: TOGETHER},
     "in parts, a pipeline": PIPELINE,
+    "in parts, a pipeline, adapters with dropout": PIPELINE,
     "in parts, a pipeline, recomputed": PIPELINE,
 }
 

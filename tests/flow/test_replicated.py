@@ -41,7 +41,7 @@ from tests.flow.cases import (
     samples_of,
     step_data,
 )
-from tests.flow.cells import ADAPTED, FROZEN, LLM_KINDS, RECOMPUTED, VISION_KINDS
+from tests.flow.cells import ADAPTED, DROPPING, FROZEN, LLM_KINDS, RECOMPUTED, VISION_KINDS
 from tests.flow.equality import NUM_STEPS, assert_equals_one_process
 from tests.flow.gather import copy, whole
 from tests.flow.runs import REPLICATED, assert_same_end, refuse, request_for, run_all
@@ -96,6 +96,7 @@ Case = (
 )
 CASES: dict[str, Case] = {
     "two ranks, one copy": ({}, 2, 2, (), False),
+    "adapters with dropout, all dispatched": (DROPPING, 2, 2, (2,), True, "all"),
     "four ranks, two copies, audio, tied, recomputed, texts between": (SPEECH | TIED, 4, 2, ALL, True),
     "all dispatched on two nodes, audio, texts between": (SPEECH | TWO_NODES, 4, 2, (), True, "all"),
     "encoders first in one, all dispatched, audio, texts between": (SPEECH, 4, 2, (), True, "all", 1),

@@ -1,5 +1,6 @@
 """The MLP of a recomputed block in chunks of tokens gives what it gives at once, and holds less."""
 
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -10,9 +11,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from mmtrain.models.build_stage import StageOptions, build_stage_without_weights
+from mmtrain.models.kernels.keyed_dropout import token_keys
 from mmtrain.models.megatron import ParallelGroups, block_segments
 from mmtrain.models.optim.parameter_specs import stage_param_specs
 from mmtrain.models.stage.fully_sharded import UnitSharding, initialize_shards, shard_stage
+from mmtrain.models.stage.stage_inputs import TextInput
 from mmtrain.models.stage.stage_module import StageSpec
 from tests.distributed import run_ranks
 from tests.models.factory import CPU, SCALED, images, randomize, settings, shape_of, stage, text
@@ -22,11 +25,13 @@ CHUNK_TOKENS = 10  # does not divide the tokens of the inputs
 AT_ONCE = 1000
 LENGTHS = (9, 12, 16)
 FREEZE_ALL_BUT_AN_MLP = ("llm.layers.0.*", "llm.layers.[124].*", "llm.layers.3.[!m]*")
+DROPPING: dict[str, Any] = {"rank": 2, "targets": ("llm.*",), "dropout": 0.4}
 # unit; settings of its model; how it trains
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "swiglu": ("llm", {}, {}),
     "norms behind the mlp": ("llm", {"llm": {"post_norms": True}}, {}),
     "adapters": ("llm", {}, {"lora": {"rank": 2, "targets": ("llm.*mlp.*",)}}),
+    "adapters that drop inputs": ("llm", {}, {"lora": DROPPING}),
     "adapters of attention alone": ("llm", {}, {"lora": {"rank": 2, "targets": ("llm.*.linear_qkv",)}}),
     "nothing but an mlp trains": ("llm", {}, {"freeze": FREEZE_ALL_BUT_AN_MLP}),
     "gelu with biases": ("vision", {}, {}),
@@ -49,6 +54,8 @@ def _run(
             param.main_grad = torch.zeros_like(param)  # type: ignore[attr-defined]
             live.ignore([param.main_grad])  # type: ignore[attr-defined]
     inputs = text(*LENGTHS) if unit == "llm" else images((4, 6), (2, 2), (6, 4))
+    if isinstance(inputs, TextInput):
+        inputs = replace(inputs, token_keys=torch.from_numpy(token_keys(range(len(LENGTHS)), LENGTHS)))
     with patch.object(block_segments, "MLP_CHUNK_TOKENS", chunk_tokens), live:
         module(None, inputs).square().sum().backward()
     grads = {}
@@ -81,9 +88,9 @@ def test_an_mlp_in_chunks_holds_less_and_runs_as_often() -> None:
     whole = block_segments.run_mlp_in_chunks
 
     def counted(mlp: Any, *args: Any, **settings_: Any) -> Tensor:
-        def run(x: Tensor) -> Tensor:
+        def run(x: Tensor, of_chunk: slice) -> Tensor:
             rows.append(len(x))
-            out: Tensor = mlp(x)
+            out: Tensor = mlp(x, of_chunk)
             return out
 
         return whole(run, *args, **settings_)
@@ -94,15 +101,16 @@ def test_an_mlp_in_chunks_holds_less_and_runs_as_often() -> None:
     assert max(rows) == CHUNK_TOKENS
 
 
-def _on_slices(chunk_tokens: int) -> dict[str, Tensor]:
+def _on_slices(chunk_tokens: int, training: dict[str, Any]) -> dict[str, Tensor]:
     group, alone = dist.group.WORLD, ParallelGroups.single()
     assert group is not None
     groups = ParallelGroups(tp=group, dp=alone.dp, pp=alone.pp)
-    return _run("llm", {}, chunk_tokens, groups=groups, sequence_parallel=True)[0]
+    return _run("llm", {}, chunk_tokens, groups=groups, sequence_parallel=True, **training)[0]
 
 
-def test_ranks_that_share_the_tokens_between_gemms_gather_them_chunk_by_chunk() -> None:
-    at_once, in_chunks = (run_ranks(2, _on_slices, chunk_tokens) for chunk_tokens in (AT_ONCE, CHUNK_TOKENS))
+@pytest.mark.parametrize("training", [{}, {"lora": DROPPING}], ids=["whole model", "adapters that drop inputs"])
+def test_ranks_that_share_the_tokens_between_gemms_gather_them_chunk_by_chunk(training: dict[str, Any]) -> None:
+    at_once, in_chunks = (run_ranks(2, _on_slices, tokens, training) for tokens in (AT_ONCE, CHUNK_TOKENS))
     for whole, chunked in zip(at_once, in_chunks, strict=True):
         for name, gradient in whole.items():
             torch.testing.assert_close(chunked[name], gradient, rtol=1e-4, atol=1e-5 * float(gradient.abs().max()))

@@ -13,6 +13,7 @@ from mmtrain.costs.cost_model import LayerWork
 from mmtrain.costs.layer_arithmetic import unit_flops
 from mmtrain.costs.rank_memory import layer_state
 from mmtrain.errors import RecipeError
+from mmtrain.models.kernels.keyed_dropout import token_keys
 from mmtrain.models.megatron import ParallelGroups
 from mmtrain.models.optim.parameter_specs import stage_param_specs
 from mmtrain.models.shapes.freezing import parameter_names
@@ -161,6 +162,10 @@ def test_norms_that_train_beside_adapters_cost_no_gradients_of_matrices() -> Non
             r"^train\.lora\.targets\.0: llm\.\*\.router matches no linear",
         ),
         (
+            {"dropout": 0.1, "targets": ("llm.*.linear_fc1",)},
+            r"^train\.lora\.dropout: adapters on llm\.layers\.1\.mlp\.experts\.0\.linear_fc1, .*; leave it out of",
+        ),
+        (
             {"also_train": ("vision.projektor.*",)},
             r"^train\.lora\.also_train\.0: vision\.projektor\.\* matches no .* vision\.projector",
         ),
@@ -236,3 +241,20 @@ def _taught(module: StageModule, groups: ParallelGroups | None = None) -> StageM
                 shard = full if spec.dim is None else full.chunk(tp, spec.dim)[rank]
                 param.copy_(shard.reshape(param.shape))
     return module
+
+
+def test_adapters_drop_inputs_where_tokens_have_keys_and_cost_what_that_takes() -> None:
+    lora = EVERYWHERE | {"dropout": 0.5}
+    module, plain = (_taught(stage(settings(), "llm", lora=each)) for each in (lora, EVERYWHERE))
+    inputs, features = text(8, 17, places=PLACES), {"vision": torch.randn(10, 48)}
+    assert torch.equal(module(None, inputs, features), plain(None, inputs, features))  # as in evaluation
+    keyed = [replace(inputs, token_keys=torch.from_numpy(token_keys((first, 5), (8, 17)))) for first in (3, 4)]
+    losses = [module(None, each, features) for each in (*keyed, keyed[0])]
+    assert torch.equal(losses[0], losses[2])
+    assert losses[0] != losses[1]
+    load, costs = TokenLoad(512, 512**2, 512, 1), AnalyticCosts(preset("h100-80g"), "bf16")
+    with_dropout, without = (
+        costs.seconds(LayerWork(shape_of(settings(), lora=each).unit("llm").layers[1], 1, load, "forward"))
+        for each in (lora, EVERYWHERE)
+    )
+    assert with_dropout > without

@@ -24,6 +24,7 @@ nothing is learned from it. Tools are described in `tools` (or `functions`) and 
 `function_call`) of an assistant's turn: see `tool_calls`.
 """
 
+import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -41,7 +42,7 @@ from mmtrain.data.formats.sample import (
     with_marks_in_front,
 )
 from mmtrain.data.formats.target_keys import BadTargetKeyError, learns_entry, learns_turn
-from mmtrain.data.formats.tool_calls import BadToolsError, read_fields, read_tools
+from mmtrain.data.formats.tool_calls import THOUGHT_PART, BadToolsError, read_fields, read_thought, read_tools
 from mmtrain.data.media.media_bytes import Media
 from mmtrain.recipe.settings.modalities import MediaKind
 
@@ -221,6 +222,12 @@ def _read_turn(turn: Any, resolve_media: MediaResolver) -> ReadTurn:
             raise _BadTurnError(str(bad), "target") from None
     if content is None and fields:
         content = ""
+    if isinstance(content, list):
+        thought, content = _split_thought(content, role)
+        if thought:
+            if read_thought(fields):
+                raise _BadTurnError("has a thought as a part of `content` and one beside it; give one of them")
+            fields = json.dumps({**json.loads(fields or "{}"), "reasoning_content": thought}, ensure_ascii=False)
     pieces: tuple[str | MediaPart, ...]
     if isinstance(content, list) and text_key == "content":
         pieces = tuple(_read_part(part, resolve_media) for part in content)
@@ -233,6 +240,28 @@ def _read_turn(turn: Any, resolve_media: MediaResolver) -> ReadTurn:
         if fault is not None:
             raise _BadTurnError(f"has {fault}")
     return ReadTurn(role, pieces, fields, is_learned)
+
+
+def _split_thought(content: list[Any], role: Role) -> tuple[str, list[Any]]:
+    """Split parts of a turn into the thought in front of them, in Mistral's layout, and the others."""
+    is_thought = [isinstance(part, dict) and part.get("type") == THOUGHT_PART for part in content]
+    if not any(is_thought):
+        return "", content
+    if role != "assistant" or any(is_thought[sum(is_thought) :]):
+        where = "behind other parts" if role == "assistant" else f"in a turn of the role {role}"
+        raise _BadTurnError(f"has a part of type {THOUGHT_PART!r} {where}, allowed: in front of an assistant's answer")
+    thoughts = [part.get(THOUGHT_PART) for part in content[: sum(is_thought)]]
+    texts = [
+        piece.get("text") if isinstance(piece, dict) else None
+        for thought in thoughts
+        for piece in (thought if isinstance(thought, list) else [{"text": thought}])
+    ]
+    if not all(isinstance(text, str) for text in texts):
+        raise _BadTurnError(f"has a part of type {THOUGHT_PART!r} without a text `{THOUGHT_PART}`, or a list of texts")
+    thought = "".join(map(str, texts))
+    if (fault := _text_fault(thought)) is not None:
+        raise _BadTurnError(f"has {fault}")
+    return thought, content[len(thoughts) :]
 
 
 def _read_role(turn: dict[str, Any], role_key: str) -> Role:

@@ -12,6 +12,7 @@ from typing import Any
 
 from mmtrain.foreign_json import parse_json
 
+THOUGHT_PART = "thinking"  # type of a part of Mistral's messages, and the key of its text
 # Of a turn, beside its role and text: what templates read.
 _OTHER_FIELDS = ("name", "tool_call_id", "reasoning_content")
 _THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")  # of DeepSeek and Qwen; OpenRouter; Ollama

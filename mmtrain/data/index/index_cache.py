@@ -53,7 +53,7 @@ from mmtrain.system_calls import open_memory_file
 INDEX_FOLDER_NAME = ".mmtrain-index"
 MIN_SOURCE_BYTES = 1 << 20  # indexing a smaller source takes less than a second
 MAX_INDEXES_PER_FOLDER = 4  # the least recently used ones are removed
-_FORMAT_VERSION = 6
+_FORMAT_VERSION = 7
 _LIBRARIES = (
     "Pillow",
     "tokenizers",

@@ -8,6 +8,7 @@ from itertools import accumulate
 from typing import Any
 
 from mmtrain.data.formats.sample import MEDIA_ROLES, Turn, written_text
+from mmtrain.data.formats.tool_calls import THOUGHT_PART
 from mmtrain.data.text.chat_template import FIRST_WHOLE, PROBE, Message, Tools
 from mmtrain.data.text.sample_tokenizer import BadConversationError
 from mmtrain.recipe.settings.modalities import MediaKind
@@ -39,8 +40,11 @@ class Conversation:
     def plain_text(self, number: int) -> str | None:
         """Return the text of message `number` behind the thoughts inside of it; None if it holds more than that."""
         content = self.messages[number]["content"]
-        if isinstance(content, list) and len(content) == 1:
-            content = content[0].get("text")
+        if isinstance(content, list):
+            _, others = _split_thoughts(content)
+            if len(others) > 1:
+                return None
+            content = others[0].get("text") if others else ""
         elif content is None:
             content = ""
         if not isinstance(content, str):
@@ -57,11 +61,26 @@ class Conversation:
             text = content or "" if is_text else "".join([part.get("text", "") for part in content])
             thoughts = _THOUGHTS.match(text)
             probed = thoughts.group() + PROBE if thoughts else PROBE
-            messages[number] = {
-                **messages[number],
-                "content": probed if is_text else [{"type": "text", "text": probed}],
-            }
+            parts = [] if is_text else [*_split_thoughts(content)[0], {"type": "text", "text": probed}]
+            messages[number] = {**messages[number], "content": probed if is_text else parts}
         return tuple(messages)
+
+
+def _split_thoughts(parts: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
+    """Return the parts that are thoughts, and the others."""
+    of_thoughts: list[Mapping[str, Any]] = []
+    others: list[Mapping[str, Any]] = []
+    for part in parts:
+        (of_thoughts if part["type"] == THOUGHT_PART else others).append(part)
+    return of_thoughts, others
+
+
+def thought_as_part(message: Mapping[str, Any]) -> Message:
+    """Return a message with its thought as the first part of its content, where Mistral's templates read it."""
+    others = {name: value for name, value in message.items() if name != "reasoning_content"}
+    content = message["content"] or []
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
+    return {**others, "content": [{"type": THOUGHT_PART, THOUGHT_PART: message["reasoning_content"]}, *parts]}
 
 
 @dataclass(frozen=True)
@@ -159,18 +178,21 @@ class ConversationBuilder:
         placeholders: Mapping[MediaKind, str],
         escape: TokenEscape,
         parts: Mapping[MediaKind, Mapping[str, Any]],
+        thoughts_as_parts: bool = False,
     ) -> None:
         """Write all turns as lists of parts if `texts_as_parts`, else only those with media.
 
         has_tool_turns: whether the template knows the role of tools, whose turns are written as a user's otherwise.
         placeholders: what is written into the text for media of kinds that the template does not render as parts.
         parts: what stands for a medium of each kind that it does.
+        thoughts_as_parts: whether it reads thoughts as parts of the content, and not beside it.
         """
         self._texts_as_parts = texts_as_parts
         self._has_tool_turns = has_tool_turns
         self._placeholders = placeholders
         self._escape = escape
         self._parts = parts
+        self._thoughts_as_parts = thoughts_as_parts
 
     def build(self, turns: Sequence[Turn], kinds: Mapping[str, MediaKind], tools: str = "") -> Conversation:
         """Build the messages of some turns, with the JSON list of tools that they may call.
@@ -199,6 +221,8 @@ class ConversationBuilder:
             message: dict[str, Any] = {"role": role, "content": self._content(texts, turn_kinds)}
             if turn.fields:
                 message |= self._escape.escape_json(json.loads(turn.fields), is_answer)
+            if self._thoughts_as_parts and is_answer and message.get("reasoning_content"):
+                message = dict(thought_as_part(message))
             messages.append(message)
         described = self._escape.escape_json(json.loads(tools) if tools else [], is_answer=False)
         is_learned = tuple(turn.is_learned for turn in turns)

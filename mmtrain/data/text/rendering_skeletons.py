@@ -12,6 +12,7 @@ from typing import Any
 
 from jinja2 import nodes
 
+from mmtrain.data.formats.tool_calls import THOUGHT_PART
 from mmtrain.data.text.chat_template import (
     FIRST_TRIMMED,
     FIRST_WHOLE,
@@ -66,7 +67,7 @@ class SkeletonRenderer:
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool, tools: Tools = ()) -> Rendering:
         """Render a conversation. Raises `RenderError`."""
-        is_plain = not tools and all(len(message) == 2 for message in messages)  # role and content
+        is_plain = not tools and all(map(_is_plain, messages))
         if self._may_use_skeletons and is_plain:
             form, texts = _form_and_texts(messages, add_generation_prompt)
             if len(texts) <= MAX_OPAQUE_TEXTS and not any(not text or text.isspace() for text in texts):
@@ -87,6 +88,13 @@ class SkeletonRenderer:
                 slots = [(number % MAX_OPAQUE_TEXTS, number >= MAX_OPAQUE_TEXTS) for number in numbers]
                 self._skeletons[form] = _Skeleton(tuple(parts[::2]), tuple(slots))
         return self._skeletons.get(form)
+
+
+def _is_plain(message: Message) -> bool:
+    """Return whether a message has a role and a content, and no texts in this but those of its parts of text."""
+    content = message["content"]
+    is_text = content is None or isinstance(content, str)
+    return len(message) == 2 and (is_text or not any(part["type"] == THOUGHT_PART for part in content))
 
 
 def _may_hide_inspection(node: nodes.Node) -> bool:

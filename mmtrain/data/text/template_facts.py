@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 from mmtrain.balance.batch_meta import IntArray
+from mmtrain.data.text.chat_messages import thought_as_part
 from mmtrain.data.text.chat_template import PROBE, ChatTemplate, Message, RenderError, Span
 from mmtrain.data.text.media_parts import KindFacts, MediaProber
 from mmtrain.data.text.rendering_skeletons import Render
@@ -41,6 +42,7 @@ class TemplateFacts:
     ends_alike: bool  # whether every answer has the terminator, not only the last one
     has_tool_turns: bool  # whether it writes turns of the role `tool`
     media: dict[MediaKind, KindFacts]
+    thoughts_as_parts: bool = False  # whether it reads a thought as a part of the content, and not beside it
 
     @property
     def markups(self) -> dict[MediaKind, MediaMarkup]:
@@ -102,6 +104,7 @@ class _Prober:
             ends_alike=bool(terminator) and self._token_after(two_answers, answer) == terminator,
             has_tool_turns=self._has_tool_turns(),
             media=media,
+            thoughts_as_parts=self._reads_thought(as_part=True) and not self._reads_thought(as_part=False),
         )
 
     def _needs_parts(self) -> bool:
@@ -137,6 +140,16 @@ class _Prober:
             if _TOOL_RESULT in text and text != as_answer:
                 return True
         return False
+
+    def _reads_thought(self, as_part: bool) -> bool:
+        """Return whether the template writes what an assistant thought."""
+        answer = {**_message("assistant", self._content(_ANSWER)), "reasoning_content": _THOUGHT}
+        messages = [_message("user", self._content(_QUESTION)), thought_as_part(answer) if as_part else answer]
+        try:
+            text = self._template.render(messages).text
+        except RenderError:
+            return False
+        return _THOUGHT in text and _ANSWER in text
 
     def _content(self, text: str) -> object:
         return _text_parts(text) if self._texts_as_parts else text
@@ -236,7 +249,7 @@ def find_thought_end(
     """Find out what a template writes between a thought, as a field of a turn or inside its text, and the answer."""
     with_field = {**facts.message("assistant", _ANSWER), "reasoning_content": _THOUGHT}
     inline = facts.message("assistant", f"<think>\n{_THOUGHT}\n{PLAIN_THOUGHT_END}\n\n{_ANSWER}")
-    for answer in (with_field, inline):
+    for answer in (thought_as_part(with_field) if facts.thoughts_as_parts else with_field, inline):
         try:
             rendered = render([facts.message("user", _QUESTION), answer], False, ()).text
         except RenderError:

@@ -97,7 +97,7 @@ class TemplateTokenizer:
         self._added_around = _added_around(self._tokenizer) if has_processor else ((), ())
         added = self._tokenizer.get_added_tokens_decoder()
         added_tokens = [token.content for token in added.values()]
-        self._facts = probe_template(self._template, folder, added_tokens, family_markups or {})
+        facts = self._facts = probe_template(self._template, folder, added_tokens, family_markups or {})
         markups = self._facts.markups
         self._learn_media(markups)
         self._added_token = _any_of(added_tokens)
@@ -112,7 +112,7 @@ class TemplateTokenizer:
         parts = {kind: facts.part for kind, facts in self._facts.media.items() if facts.part is not None}
         inserted = {kind: markup.placeholder for kind, markup in markups.items() if kind not in parts}
         self._builder = ConversationBuilder(
-            self._facts.texts_as_parts, self._facts.has_tool_turns, inserted, self._escape, parts
+            facts.texts_as_parts, facts.has_tool_turns, inserted, self._escape, parts, facts.thoughts_as_parts
         )
         self._render = SkeletonRenderer(self._template.tree, self._render_in_full).render
         self._answers = AnswerFinder(self._render, self._facts, _any_of(turn_tokens))

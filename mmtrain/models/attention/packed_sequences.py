@@ -47,6 +47,7 @@ class PackedSequences:
     query_factors: Tensor | None = None  # (T, 1, 1), by which rotated queries are multiplied; None: by nothing
     layer_input: Tensor | None = None  # (T, width) of one block alone
     shared_kv: Tensor | None = None  # keys and values of an earlier block side by side, those of this rank's heads
+    token_keys: Tensor | None = None  # (T,) int64, by which adapters drop inputs; None: they drop none
     qkv_format: ClassVar[str] = "thd"  # Megatron-core's name for packed tokens; it reads this attribute
 
     @property
@@ -71,8 +72,10 @@ class PackedSequences:
         factors = self.query_factors
         if factors is not None:
             factors = F.pad(factors, (0, 0, 0, 0, 0, num_rows))
+        keys = None if self.token_keys is None else F.pad(self.token_keys, (0, num_rows))
         layout, num_padding_rows = self.layout.padded(num_rows), self.num_padding_rows + num_rows
-        return replace(self, layout=layout, rope=rope, num_padding_rows=num_padding_rows, query_factors=factors)
+        padded = replace(self, layout=layout, rope=rope, num_padding_rows=num_padding_rows, query_factors=factors)
+        return replace(padded, token_keys=keys)
 
     def samples(self, device: torch.device) -> TokenSamples:
         """Return which sample each token belongs to, on a device."""

@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from mmtrain.models.attention.packed_sequences import PackedSequences
 from mmtrain.models.kernels.elementwise import activate, activate_gated
+from mmtrain.models.kernels.keyed_dropout import with_token_keys
 from mmtrain.models.kernels.liger import add_and_rms_norm
 from mmtrain.models.megatron.block_parts import add_to_residual
 from mmtrain.models.megatron.experts import ExpertMlp, RoutedTokens, Routing, SharedInner
@@ -42,12 +43,13 @@ def run_block(block: Any, hidden: Tensor, packing: PackedSequences) -> Tensor | 
     """
     state: BlockState = (hidden,)
     kept: BlockState = ()
-    for piece, run_piece in enumerate(_PIECES[:UP]):
-        state = run_piece(block, packing, *state)
-        if piece == ATTENTION and _keeps_kv(block):
-            state, kept = state[:-1], state[-1:]
-    state = (state[0], _mlp(block, packing, state[1]))
-    (out,) = _add(block, packing, *state)
+    with with_token_keys(block.dropping, packing.token_keys):
+        for piece, run_piece in enumerate(_PIECES[:UP]):
+            state = run_piece(block, packing, *state)
+            if piece == ATTENTION and _keeps_kv(block):
+                state, kept = state[:-1], state[-1:]
+        state = (state[0], _mlp(block, packing, state[1]))
+        (out,) = _add(block, packing, *state)
     return (out, *kept) if kept else out
 
 
@@ -62,7 +64,10 @@ def run_pieces(block: Any, state: BlockState, packing: PackedSequences, pieces: 
         state, kept = state[:-1], state[-1:]
     for piece in pieces:
         is_callers = piece == pieces.start if piece in _AFTER_GATHER else piece == pieces.stop - 1
-        with _without_communication(_linear(block, piece), is_callers):
+        with (
+            _without_communication(_linear(block, piece), is_callers),
+            with_token_keys(block.dropping, packing.token_keys),
+        ):
             state = _PIECES[piece](block, packing, *state)
         if piece == ATTENTION and _keeps_kv(block):
             state, kept = state[:-1], state[-1:]
@@ -164,9 +169,13 @@ def _mlp(block: Any, packing: PackedSequences, x: Tensor) -> Tensor:
     """
 
     def run(rows: Tensor, routed: RoutedTokens | None = None) -> Tensor:
-        if routed is None and isinstance(block.mlp, ExpertMlp):  # a chunk, which holds parts of samples
-            routed = block.mlp.route(rows, packing=None)
         return _down(block, packing, *_up(block, packing, rows, rows, routed))[1]
+
+    def run_chunk(rows: Tensor, chunk: slice) -> Tensor:
+        # A chunk holds parts of samples.
+        routed = block.mlp.route(rows, packing=None) if isinstance(block.mlp, ExpertMlp) else None
+        with with_token_keys(block.dropping, _keys_of_chunk(packing.token_keys, chunk, num_ranks)):
+            return run(rows, routed)
 
     num_ranks = _last_of_mlp(block).tp_group.size() if block.config.sequence_parallel else 1
     chunks, losses = _chunks(len(x), num_ranks), None
@@ -182,8 +191,13 @@ def _mlp(block: Any, packing: PackedSequences, x: Tensor) -> Tensor:
     is_mixture = isinstance(block.mlp, ExpertMlp)
     weights = block.mlp.trained if is_mixture else [w for w in block.mlp.parameters() if w.requires_grad]
     is_plain_add = not isinstance(block.mlp_bda, nn.Module)
-    out = run_mlp_in_chunks(run, x, weights, chunks, output_is_read=not is_plain_add)
+    out = run_mlp_in_chunks(run_chunk, x, weights, chunks, output_is_read=not is_plain_add)
     return out if losses is None else losses.enter(out)
+
+
+def _keys_of_chunk(keys: Tensor | None, chunk: slice, num_ranks: int) -> Tensor | None:
+    """Return the keys of the tokens that ranks gather of a chunk, of those of all tokens (T,), rank by rank."""
+    return None if keys is None else keys.view(num_ranks, -1)[:, chunk].flatten()
 
 
 def _up(
@@ -269,7 +283,7 @@ def needs_chunks(num_tokens: int) -> bool:
 
 
 def run_mlp_in_chunks(
-    mlp: Callable[[Tensor], Tensor],
+    mlp: Callable[[Tensor, slice], Tensor],
     x: Tensor,
     weights: Sequence[Tensor],
     chunks: Sequence[slice],
@@ -279,7 +293,7 @@ def run_mlp_in_chunks(
     """Compute `mlp(x)` with gradients as if at once; what `mlp` keeps is made again in backward, chunk by chunk.
 
     Args:
-        mlp: maps rows of x to as many rows, each by itself.
+        mlp: maps rows of x to as many rows, each by itself; it is told which rows of x they are.
         x: (T, ...) normalized hidden states.
         weights: parameters of `mlp` that train.
         chunks: the rows of each chunk.
@@ -293,7 +307,7 @@ class _ChunkedMlp(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        mlp: Callable[[Tensor], Tensor],
+        mlp: Callable[[Tensor, slice], Tensor],
         x: Tensor,
         chunks: Sequence[slice],
         output_is_read: bool,
@@ -305,7 +319,7 @@ class _ChunkedMlp(torch.autograd.Function):
             return x.new_empty(1).expand(x.shape)
         out = torch.empty_like(x)
         for rows in chunks:
-            out[rows] = mlp(x[rows])
+            out[rows] = mlp(x[rows], rows)
         return out
 
     @staticmethod
@@ -318,7 +332,7 @@ class _ChunkedMlp(torch.autograd.Function):
         for rows in ctx.chunks:
             x_rows = x[rows].detach().requires_grad_(needs_x)
             with torch.enable_grad():
-                out = ctx.mlp(x_rows)
+                out = ctx.mlp(x_rows, rows)
             sources = [x_rows, *ctx.weights] if needs_x else list(ctx.weights)
             grads = list(torch.autograd.grad(out, sources, out_grad[rows], allow_unused=True))
             del out

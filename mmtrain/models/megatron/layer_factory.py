@@ -5,7 +5,7 @@ Every weight that tensor parallelism splits carries Megatron-core's own marks: `
 followed by the up-projection's shard).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, cast
@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from mmtrain.models.attention import AttentionBackend, AttentionOptions, SequenceLayout, attend
 from mmtrain.models.attention.packed_sequences import PackedSequences
 from mmtrain.models.kernels.elementwise import activate, rms_norm, rotate_heads
+from mmtrain.models.kernels.keyed_dropout import DropsInputs, HoldsDropping
 from mmtrain.models.kernels.vocab_loss import LogitRules, vocab_parallel_losses
 from mmtrain.models.megatron import compat
 from mmtrain.models.megatron.block_parts import JointHeadNorm, LayerInput, LayerInputs, NormedAdd, ScaledAdd
@@ -125,6 +126,8 @@ class PackedAttention(nn.Module):
 
 class PackedTransformerBlock(TransformerLayer):  # type: ignore[misc]  # Megatron-core has no types
     """One pre-norm transformer block on packed tokens, of Megatron-core's modules."""
+
+    dropping: Sequence[DropsInputs] = ()  # adapters that drop inputs
 
     def __init__(
         self,
@@ -413,15 +416,19 @@ class LayerFactory:
             _mark(block.self_attention.q_layernorm, dim=0)
             _mark(block.self_attention.k_layernorm, dim=0)
 
-    def add_adapters(self, layer: nn.Module, lora: LoraShape) -> None:
+    def add_adapters(self, layer: nn.Module, lora: LoraShape, layer_name: str) -> None:
         """Give the linears of a layer that `lora` names their adapters, with uninitialized weights.
 
-        Experts of other ranks are left out.
+        Experts of other ranks are left out. `layer_name` is plan-independent.
         """
         modules = dict(layer.named_modules())
-        for name in lora.linears:
-            if name in modules or not is_of_expert(name):
-                add_adapter(modules[name], lora, name, self.groups.tp_rank)
+        adapters = [
+            add_adapter(modules[name], lora, layer_name, name, self.groups.tp_rank)
+            for name in lora.linears
+            if name in modules or not is_of_expert(name)
+        ]
+        if lora.dropout:
+            cast(HoldsDropping, layer).dropping = adapters
 
     def join_backward(self, block: nn.Module) -> None:
         """Let a block take part in the backward of experts, which train, also if this rank holds none that does."""

@@ -4,6 +4,8 @@ Tensor parallelism splits an adapter along the dimension of its linear that is s
 its outputs, A on inputs if it splits its inputs. Every rank holds all of the other half. Between the two lie `rank`
 features of each token, so what the ranks exchange is small. `mmtrain.models.megatron.block_segments` may leave the
 communication of a linear to its caller (`explicit_expert_comm`); the adapter's result then goes through it too.
+
+Dropout on an adapter's input needs to know which tokens the rows are: see `keyed_dropout.with_token_keys`.
 """
 
 from dataclasses import replace
@@ -21,6 +23,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor, nn
 
+from mmtrain.models.kernels.keyed_dropout import KeyedDropout, dropped_linear, key_of
 from mmtrain.models.megatron.tp_linear import reduced_linear, tp_linear
 from mmtrain.models.shapes.layer_shape import LoraShape
 
@@ -35,20 +38,42 @@ class LoraAdapter(nn.Module):
     part_of_rows: Tensor | None
 
     def __init__(
-        self, inputs: int, outputs: int, shape: LoraShape, like: Tensor, part_of_rows: Tensor | None = None
+        self,
+        inputs: int,
+        outputs: int,
+        shape: LoraShape,
+        like: Tensor,
+        part_of_rows: Tensor | None = None,
+        dropout: KeyedDropout | None = None,
     ) -> None:
         """Create uninitialized matrices with the dtype and device of the weight `like`.
 
         part_of_rows: (outputs, parts), 1 where an output belongs to a part, else 0; None for one adapter on all.
+        dropout: of inputs; None for none.
         """
         super().__init__()
         self.scale = shape.scale
+        self.dropout = dropout
+        self.token_keys: Tensor | None = None  # set by `with_token_keys` while the model trains
         num_parts = 1 if part_of_rows is None else part_of_rows.shape[1]
         if part_of_rows is not None:
             part_of_rows = part_of_rows.to(like)
         self.register_buffer("part_of_rows", part_of_rows, persistent=False)
         self.a = nn.Parameter(torch.empty(num_parts * shape.rank, inputs, dtype=like.dtype, device=like.device))
         self.b = nn.Parameter(torch.empty(outputs, shape.rank, dtype=like.dtype, device=like.device))
+
+    def first(self, x: Tensor, shard: int) -> Tensor:
+        """Return the features between, (..., parts * rank), of inputs (..., inputs), some of which are dropped.
+
+        shard: which shard of the tokens the rows of x are, where they are not all of them.
+        """
+        if self.dropout is None or self.token_keys is None:
+            return F.linear(x, self.a)
+        num_rows = x.numel() // x.shape[-1]
+        keys = self.token_keys
+        if num_rows != len(keys):
+            keys = keys[shard * num_rows : (shard + 1) * num_rows]
+        return dropped_linear(x, self.a, keys, self.dropout)
 
     def second(self) -> Tensor:
         """Return what multiplies the features between: `b`, or (outputs, parts * rank) with zeros for other parts."""
@@ -83,15 +108,16 @@ class ColumnLinear(ColumnParallelLinear):  # type: ignore[misc]  # Megatron-core
         Gradients of A: each rank has that of its tokens under sequence parallelism, which are summed with those of
         norms; else each has all of it.
         """
+        rank = self.tp_group.rank()
         if not self.sequence_parallel:
             if self.explicit_expert_comm:
                 x = _divide_gradient(x, self.tp_group.size())  # the caller sums it over the ranks
-            low = copy_to_tensor_model_parallel_region(F.linear(x, lora.a), group=self.tp_group)
+            low = copy_to_tensor_model_parallel_region(lora.first(x, rank), group=self.tp_group)
         elif self.explicit_expert_comm:
-            low = F.linear(x, lora.a)
+            low = lora.first(x, rank)
         else:
             low = gather_from_sequence_parallel_region(
-                F.linear(x, lora.a), tensor_parallel_output_grad=True, group=self.tp_group
+                lora.first(x, rank), tensor_parallel_output_grad=True, group=self.tp_group
             )
         return F.linear(low * lora.scale, lora.second())
 
@@ -163,7 +189,7 @@ class RowLinear(RowParallelLinear):  # type: ignore[misc]  # Megatron-core has n
         """Return the adapter's output, which is this rank's summand if the caller sums over the ranks."""
         if not self.input_is_parallel:
             x = scatter_to_tensor_model_parallel_region(x, group=self.tp_group)
-        low = F.linear(x, lora.a)
+        low = lora.first(x, self.tp_group.rank())
         if not self.sequence_parallel:
             low = reduce_from_tensor_model_parallel_region(low, group=self.tp_group)
         elif not self.explicit_expert_comm:
@@ -174,10 +200,10 @@ class RowLinear(RowParallelLinear):  # type: ignore[misc]  # Megatron-core has n
         return out
 
 
-def add_adapter(linear: nn.Module, shape: LoraShape, name: str, tp_rank: int) -> None:
-    """Give a linear an adapter with uninitialized matrices, marked as tensor parallelism splits them.
+def add_adapter(linear: nn.Module, shape: LoraShape, layer: str, name: str, tp_rank: int) -> LoraAdapter:
+    """Give a linear an adapter with uninitialized matrices, marked as tensor parallelism splits them; return it.
 
-    name: of the linear inside the layer.
+    layer: its plan-independent name. name: of the linear inside the layer.
     """
     assert isinstance(linear, ColumnLinear | RowLinear), f"{type(linear).__name__} cannot have an adapter"
     outputs, inputs = linear.weight.shape
@@ -186,7 +212,11 @@ def add_adapter(linear: nn.Module, shape: LoraShape, name: str, tp_rank: int) ->
         stride = linear.weight.partition_stride  # each rank holds its rows of each part, or a share of all rows
         sizes = parts.sizes if stride == 1 else tuple(outputs // stride for _ in parts.sizes)
         part_of_rows = torch.tensor(replace(parts, sizes=sizes).memberships(outputs, first=tp_rank * outputs))
-    lora = LoraAdapter(inputs, outputs, shape, linear.weight, part_of_rows)
+    dropout = None
+    if shape.dropout:
+        first_input = tp_rank * inputs if isinstance(linear, RowLinear) else 0
+        dropout = KeyedDropout(shape.dropout, key_of(layer, name), first_input)
+    lora = LoraAdapter(inputs, outputs, shape, linear.weight, part_of_rows, dropout)
     if isinstance(linear, ColumnLinear):
         split, whole, stride = lora.b, lora.a, linear.weight.partition_stride
     else:
@@ -196,6 +226,7 @@ def add_adapter(linear: nn.Module, shape: LoraShape, name: str, tp_rank: int) ->
     split.partition_stride = stride  # type: ignore[attr-defined]
     whole.sequence_parallel = linear.sequence_parallel  # type: ignore[attr-defined]
     linear.lora = lora
+    return lora
 
 
 class _DividedGradient(torch.autograd.Function):

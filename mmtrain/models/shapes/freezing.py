@@ -207,8 +207,21 @@ def _with_adapters(layer: LayerShape, prefix: str, adapted: set[str], settings: 
         return layer
     if isinstance(layer.mlp, MoeMlp):
         _require_all_experts(linears, layer.mlp.experts, prefix)
-    lora = LoraShape(settings.rank, settings.scale, linears, tuple(parts.items()))
+    if settings.dropout:
+        _require_droppable(layer, linears, prefix)
+    lora = LoraShape(settings.rank, settings.scale, linears, tuple(parts.items()), settings.dropout)
     return replace(layer, lora=lora, trainable=True, trains_adapters_only=not layer.trainable)
+
+
+def _require_droppable(layer: LayerShape, linears: Sequence[str], prefix: str) -> None:
+    """Raise RecipeError where the rows of a linear are not the tokens of samples, which masks are drawn for."""
+    for linear in linears:
+        if is_of_expert(linear) or layer.kind == "resampler":
+            what = "queries and patches" if layer.kind == "resampler" else "the tokens that its router sends there"
+            raise RecipeError(
+                f"train.lora.dropout: adapters on {prefix}{linear}, which reads {what}, drop nothing; leave it out of "
+                "train.lora.targets, or set dropout to 0"
+            )
 
 
 def _require_all_experts(linears: Sequence[str], num_experts: int, prefix: str) -> None:

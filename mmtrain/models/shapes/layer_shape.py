@@ -95,6 +95,7 @@ class LoraShape:
     linears: tuple[str, ...]  # names of the linears inside the layer, in execution order
     # Of the linears whose parts have an A each; the others have one A for all of their outputs.
     parts: tuple[tuple[str, LinearParts], ...] = ()
+    dropout: float = 0.0  # probability with which an input of an adapter counts as zero
 
     def parts_of(self, linear: str) -> LinearParts | None:
         """Return the parts of a linear that have adapters of their own; None where one adapter is on all of it."""

@@ -61,7 +61,8 @@ class AudioContext:
 
     def block_packing(self, layer: LayerShape) -> PackedSequences:
         """Each clip is a sequence, or each chunk of a clip is one."""
-        return PackedSequences(self.block_layout(layer))
+        keys = self.tables(self.index_tables).get("token_keys")
+        return PackedSequences(self.block_layout(layer), token_keys=keys)
 
     def block_layout(self, layer: LayerShape) -> SequenceLayout:
         """See `EncoderContext`."""
@@ -111,8 +112,8 @@ class AudioContext:
         return brought_or_computed(self.inputs.tables, compute, self.device)
 
     def index_tables(self) -> HostTables:
-        """See `EncoderContext`: blocks need none."""
-        return {}
+        """See `EncoderContext`: the keys of tokens."""
+        return self.inputs.token_keys(self.item_lengths)
 
 
 class AudioEmbed(nn.Module):

@@ -62,6 +62,7 @@ class TextContext:
             self.context_attention,
             token_weight=self.inputs.token_weight,
             query_factors=self._query_factors(),
+            token_keys=self.inputs.token_keys,
         )
 
     @cached_property

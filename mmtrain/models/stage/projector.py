@@ -1,6 +1,6 @@
 """The projector: the last layer of every encoder, which maps its tokens to features of the LLM's width."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
@@ -14,8 +14,10 @@ from mmtrain.models.attention import SequenceLayout
 from mmtrain.models.attention.index_tables import HostTables
 from mmtrain.models.attention.packed_sequences import PackedSequences
 from mmtrain.models.kernels.elementwise import activate
+from mmtrain.models.kernels.keyed_dropout import DropsInputs, token_keys, with_token_keys
 from mmtrain.models.shapes.layer_shape import LayerShape
 from mmtrain.models.stage.host_offload import OffloadedBlocks
+from mmtrain.models.stage.stage_inputs import EncoderInput
 from mmtrain.recipe.settings.encoder_settings import EncoderSettings
 
 if TYPE_CHECKING:
@@ -27,6 +29,10 @@ IntArray = npt.NDArray[np.int64]
 
 class EncoderContext(Protocol):
     """What the layers of an encoder need to know about one microbatch of items (images, clips)."""
+
+    @property
+    def inputs(self) -> EncoderInput:
+        """The items."""
 
     @property
     def item_lengths(self) -> tuple[int, ...]:
@@ -95,6 +101,8 @@ class Projector(nn.Module):
     on the way of the features, and its gradient comes back with theirs.
     """
 
+    dropping: Sequence[DropsInputs] = ()  # adapters that drop inputs
+
     def __init__(self, settings: EncoderSettings, shape: LayerShape, factory: "LayerFactory") -> None:
         """Build the projector that `shape` describes; its weights are uninitialized."""
         super().__init__()
@@ -140,11 +148,12 @@ class Projector(nn.Module):
         carried: outputs of earlier blocks, (T, hidden) each. Their features follow in the same rows, so that these are
             (F, (1 + len(carried)) * llm_hidden); those of newlines are zeros.
         """
-        features = self._project(self._merge_last(hidden, context))
-        if carried:
-            merged = (self._merge(tokens, context) for tokens in carried)
-            earlier = [projector(tokens) for projector, tokens in zip(self.deepstack, merged, strict=True)]
-            features = torch.cat((features, *earlier), dim=1)
+        with with_token_keys(self.dropping, self._tables(context).get("feature_keys")):
+            features = self._project(self._merge_last(hidden, context))
+            if carried:
+                merged = (self._merge(tokens, context) for tokens in carried)
+                earlier = [projector(tokens) for projector, tokens in zip(self.deepstack, merged, strict=True)]
+                features = torch.cat((features, *earlier), dim=1)
         return features if self.newline is None else self._with_newlines(features, context)
 
     def _project(self, features: Tensor) -> Tensor:
@@ -165,14 +174,16 @@ class Projector(nn.Module):
         return newline.expand(num_rows, -1).index_copy(0, self._tables(context)["feature_places"], features)
 
     def index_tables(self, context: EncoderContext) -> HostTables:
-        """See `TableUser`: how tokens are ordered, and where features stand among newlines."""
+        """See `TableUser`: how tokens are ordered, keys of features, and where these stand among newlines."""
         tables: HostTables = {}
         order = None if self.keeps_all_tokens else context.token_order(self.tokens_per_feature)
         if order is not None:
             tables["token_order"] = order
+        lengths = np.asarray(context.item_lengths, dtype=np.int64)
+        num_features = (lengths - self.dropped_tokens) // self.tokens_per_feature
+        if context.inputs.item_keys is not None:
+            tables["feature_keys"] = token_keys(context.inputs.item_keys, num_features.tolist())
         if self.newline is not None:
-            lengths = np.asarray(context.item_lengths, dtype=np.int64)
-            num_features = (lengths - self.dropped_tokens) // self.tokens_per_feature
             item = np.repeat(np.arange(len(lengths)), num_features)
             tables["feature_places"] = np.arange(len(item)) + item  # one newline behind each item before
         return tables

@@ -3,7 +3,7 @@
 Every rank of the unit knows the lengths; it has the payload (cells, ids, labels) only where its stage needs it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Self, TypeAlias
@@ -13,7 +13,9 @@ from torch import Tensor
 
 from mmtrain.models.attention import Spans
 from mmtrain.models.attention.context_parallel import ContextShare
+from mmtrain.models.attention.index_tables import HostTables
 from mmtrain.models.attention.kv_cache import KVCache
+from mmtrain.models.kernels.keyed_dropout import token_keys
 from mmtrain.models.stage.generator_input import GeneratorInput
 
 _MAX_BYTE = 255.0
@@ -64,6 +66,11 @@ class EncoderInput:
     scale: PixelScale | None = None  # of cells that are bytes
     blank_cells: tuple[tuple[int, int], ...] = ()  # [start, stop) of cells that are zeros whatever their bytes
     tables: Mapping[str, Tensor] | None = None  # `StageModule.host_tables`; None: computed in the forward, and copied
+    item_keys: tuple[int, ...] | None = None  # (I,) by which adapters drop inputs; None: they drop none
+
+    def token_keys(self, lengths: Sequence[int]) -> HostTables:
+        """Return a table with the key of each token of items of these lengths, or none: see `keyed_dropout`."""
+        return {} if self.item_keys is None else {"token_keys": token_keys(self.item_keys, lengths)}
 
     def numbers(self, dtype: torch.dtype) -> Tensor | None:
         """Return the cells as numbers, normalized if they came as bytes."""
@@ -109,6 +116,7 @@ class TextInput:
     # (Q,) int64 positions in [0, T) of the queries of images to draw; None for models without a generator.
     query_positions: Tensor | None = None
     token_weight: float = 0.0  # of a token in means over the global batch, which routers' losses are
+    token_keys: Tensor | None = None  # (T,) int64, by which adapters drop inputs; None: they drop none
 
 
 UnitInput: TypeAlias = EncoderInput | TextInput | GeneratorInput

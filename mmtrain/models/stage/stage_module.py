@@ -131,7 +131,7 @@ class StageModule(nn.Module):
                 layer = replace(layer, recomputes_activation=False)
             self.layers[str(index)] = self._build_layer(layer, embedding, index in self.recompute)
             if layer.lora is not None:
-                factory.add_adapters(self.layers[str(index)], layer.lora)
+                factory.add_adapters(self.layers[str(index)], layer.lora, f"{spec.unit}.layers.{index}")
         holds_both_ends = {0, len(self.shape.layers) - 1} <= set(self.indices)
         if is_tied and "0" in self.layers and not holds_both_ends:
             self.layers["0"].table.weight.shared = "embeddings"  # type: ignore[union-attr]
@@ -329,7 +329,7 @@ class StageModule(nn.Module):
         others = [] if is_block else beside
         with self.offloading(index, argument, context):
             if index in self.recompute and torch.is_grad_enabled():
-                # There is no dropout, so there is no random state to restore.
+                # Dropout depends on keys of tokens, so there is no random state to restore.
                 output = checkpoint(layer, hidden, argument, *others, use_reentrant=False, preserve_rng_state=False)
             else:
                 output = layer(hidden, argument, *others)

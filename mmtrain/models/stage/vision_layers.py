@@ -62,7 +62,8 @@ class VisionContext:
 
     def block_packing(self, layer: LayerShape) -> PackedSequences:
         """Each image is a sequence, or each window of an image is one."""
-        return PackedSequences(self.block_layout(layer), self._rotation)
+        keys = self.tables(self.index_tables).get("token_keys")
+        return PackedSequences(self.block_layout(layer), self._rotation, token_keys=keys)
 
     def block_layout(self, layer: LayerShape) -> SequenceLayout:
         """See `EncoderContext`."""
@@ -119,12 +120,13 @@ class VisionContext:
         return brought_or_computed(self.inputs.tables, compute, self.device)
 
     def index_tables(self) -> HostTables:
-        """Compute the tables of blocks: row and column of every token, (2, N), if they are rotated."""
+        """Compute the tables of blocks: row and column of every token, (2, N), if they are rotated, and their keys."""
+        keys = self.inputs.token_keys(self.item_lengths)
         if not self.rotary_width:
-            return {}
+            return keys
         positions = np.stack((self.patches.row, self.patches.col)).astype(np.int32)
         order = self.window_order
-        return {"rotary_positions": positions if order is None else np.ascontiguousarray(positions[:, order])}
+        return keys | {"rotary_positions": positions if order is None else np.ascontiguousarray(positions[:, order])}
 
     def token_order(self, tokens_per_feature: int) -> IntArray | None:
         """Return the places of the patches, those of each square together; see `EncoderContext.token_order`."""

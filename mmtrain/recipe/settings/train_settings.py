@@ -311,6 +311,13 @@ class LoraSettings(Section):
         description="`rslora` (arXiv 2312.03732): the output is scaled by `alpha` / sqrt(`rank`), so that high ranks "
         "learn as fast as low ones.",
     )
+    dropout: Annotated[float, Field(ge=0, le=0.99)] = setting(
+        0.0,
+        affects={"plan", "resume"},
+        added_later=True,
+        description="Probability with which an adapter ignores an input of its own while it trains; the others are "
+        "scaled by 1 / (1 - `dropout`). Masks depend on seed, step, sample, place and linear, not on the plan.",
+    )
     targets: Annotated[tuple[str, ...], Field(min_length=1)] = setting(
         ("llm.*.linear_*",),
         affects={"plan", "resume"},

@@ -45,6 +45,7 @@ def context_share(text: TextInput, mesh: UnitMesh, meta: BatchMeta, replica: int
         ids=None if text.ids is None else text.ids[rows],
         labels=None if text.labels is None else text.labels[rows],
         position_ids=None if text.position_ids is None else text.position_ids[:, rows].contiguous(),
+        token_keys=None if text.token_keys is None else text.token_keys[rows],
         feature_positions={unit: torch.from_numpy(local[own.tokens]) for unit, own in features.items()},
         feature_mixes={unit: own.mix for unit, own in features.items() if own.mix is not None},
         image_spans=(),

@@ -104,13 +104,13 @@ class RankContext:
         """The type of weights and activations."""
         return self.transport.dtype
 
-    def host_input(self, data: StepData, sources: SampleSources | None = None) -> StepInput:
+    def host_input(self, data: StepData, sources: SampleSources | None = None, *, trains: bool = True) -> StepInput:
         """Make the input of a step, with tensors on the host. Another thread may call this while a step computes.
 
-        With `sources`, the outcome of the step has its loss by source.
+        With `sources`, the outcome of the step has its loss by source. trains: False for validation.
         """
         stages = {name: unit.stages.values() for name, unit in self.units.items()}
-        inputs = host_inputs(data, stages, self.recipe, sources, self.shared_replica)
+        inputs = host_inputs(data, stages, self.recipe, sources, self.shared_replica, trains)
         loss_scale = loss_scales(self.recipe, data.meta)
         loads = step_loads(self.graph, data.meta)
         # Those of validation are among them.
@@ -124,14 +124,14 @@ class RankContext:
 
     def train(self, data: StepData, lr: float) -> StepOutcome:
         """Bring the input of a step to the device, wait for it, and run one optimizer step."""
-        return self.train_executor.run(replace(self._device_input(data), lr=lr))
+        return self.train_executor.run(replace(self._device_input(data, trains=True), lr=lr))
 
     def validate(self, data: StepData) -> StepOutcome:
         """Bring a global batch to the device, wait for it, and compute its loss; change no weight."""
-        return self.validate_on(self._device_input(data))
+        return self.validate_on(self._device_input(data, trains=False))
 
-    def _device_input(self, data: StepData) -> StepInput:
-        step = self.host_input(data)
+    def _device_input(self, data: StepData, *, trains: bool) -> StepInput:
+        step = self.host_input(data, trains=trains)
         return map_tensors(step, lambda tensor: tensor.to(self.world.device))
 
 

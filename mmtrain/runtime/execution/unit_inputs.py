@@ -14,6 +14,7 @@ from mmtrain.data.loading.batch_builder import StepData
 from mmtrain.data.loading.payload import EncoderPayload, TextPayload
 from mmtrain.data.text.sample_tokenizer import IGNORE_INDEX
 from mmtrain.models.attention.context_parallel import ContextShare, RowExchange
+from mmtrain.models.kernels.keyed_dropout import key_of, token_keys
 from mmtrain.models.stage.generator_input import GeneratorInput
 from mmtrain.models.stage.stage_inputs import EncoderInput, PixelScale, RowMix, TextInput, UnitInput
 from mmtrain.models.stage.stage_module import StageModule
@@ -53,13 +54,16 @@ def host_inputs(
     recipe: Recipe,
     sources: SampleSources | None = None,
     shared: SharedReplica | None = None,
+    trains: bool = False,
 ) -> dict[Microbatch, UnitInput]:
     """Make the inputs of the stages of this process; tensors are on the host, most of them views of the payload.
 
     With them come the index tables that the stages need. The recipe says how pixels are normalized, on the device, and
     how much noise the images to draw get. With `sources`, losses are summed by source. With `shared`, the LLM computes
-    its share of every microbatch.
+    its share of every microbatch. Adapters drop inputs only if the step `trains`.
     """
+    lora = recipe.train.lora
+    drops = trains and lora is not None and lora.dropout > 0
     inputs: dict[Microbatch, UnitInput] = {}
     for unit, payloads in data.encoders.items():
         for (replica, index), encoder_payload in payloads.items():
@@ -68,6 +72,9 @@ def host_inputs(
                 encoder = noisy_images(encoder_payload, data.meta, (replica, index), recipe)
             else:
                 encoder = _encoder_input(encoder_payload, recipe.data.image, _device_of(stages[unit]))
+                if drops:
+                    keys = _item_keys(recipe.train.seed, data.meta, unit, (replica, index))
+                    encoder = replace(encoder, item_keys=keys)
             inputs[Microbatch(unit, replica, index)] = replace(encoder, tables=_host_tables(stages[unit], encoder))
     token_weight = 1.0 / max(1, int(data.meta.tokens.sum()))
     for (replica, index), text_payload in data.text.items():
@@ -75,6 +82,9 @@ def host_inputs(
         if sources is not None and text.labels is not None:
             samples = data.meta.sample_id[data.meta.microbatch(replica, index)]
             text = _with_sources(text, sources.numbers[samples], len(sources.names))
+        if drops:
+            keys = _sequence_keys(recipe.train.seed, data.meta, (replica, index))
+            text = replace(text, token_keys=torch.from_numpy(token_keys(keys, text.lengths)))
         microbatch = Microbatch(LLM, replica, index)
         if shared is not None:
             text = context_share(text, shared.mesh, data.meta, shared.replica, index)
@@ -97,9 +107,11 @@ def loss_scales(recipe: Recipe, meta: BatchMeta) -> dict[str, float]:
     return scales
 
 
-def unit_inputs(data: StepData, stages: StagesOfUnits, recipe: Recipe) -> dict[Microbatch, UnitInput]:
-    """Make the inputs of stages on their device; the caller waits for the copies."""
-    inputs = host_inputs(data, stages, recipe)
+def unit_inputs(
+    data: StepData, stages: StagesOfUnits, recipe: Recipe, trains: bool = False
+) -> dict[Microbatch, UnitInput]:
+    """Make the inputs of stages on their device; the caller waits for the copies. `trains`: see `host_inputs`."""
+    inputs = host_inputs(data, stages, recipe, trains=trains)
     return {mb: map_tensors(inputs[mb], _move_to(_device_of(stages[mb.unit]))) for mb in inputs}
 
 
@@ -137,6 +149,20 @@ def _encoder_input(payload: EncoderPayload, image: ImageSettings, device: torch.
         if cells.dtype == torch.uint8:
             scale = PixelScale.of(image.mean, image.std, cells.shape[1], device)
     return EncoderInput(payload.rows, payload.cols, cells, scale, payload.blank_cells)
+
+
+def _sequence_keys(seed: int, meta: BatchMeta, microbatch: tuple[int, int]) -> tuple[int, ...]:
+    """Return the key of each sequence of the LLM's microbatch (replica, index) in this step: see `keyed_dropout`."""
+    samples = meta.sample_id[meta.microbatch(*microbatch)].tolist()
+    return tuple(key_of(seed, meta.step, LLM, sample) for sample in samples)
+
+
+def _item_keys(seed: int, meta: BatchMeta, unit: str, microbatch: tuple[int, int]) -> tuple[int, ...]:
+    """Return the key of each item of an encoder's microbatch (replica, index), by its place in its sample."""
+    table = meta.items[unit]
+    items = table.microbatch(*microbatch)
+    samples, places = meta.sample_id[table.sample[items]].tolist(), table.position[items].tolist()
+    return tuple(key_of(seed, meta.step, unit, *which) for which in zip(samples, places, strict=True))
 
 
 def _with_sources(text: TextInput, source_of_sequence: IntArray, num_sources: int) -> TextInput:

@@ -79,7 +79,8 @@ class OneProcess:
 
     def _loss(self, data: StepData, loss_scale: Mapping[str, float], token_weight: float) -> Tensor:
         """Return a sample's part of the loss of a step; token_weight: of its tokens in the losses of routers."""
-        inputs = {mb.unit: unit_input for mb, unit_input in unit_inputs(data, self._stages, self._recipe).items()}
+        of_step = unit_inputs(data, self._stages, self._recipe, trains=True)
+        inputs = {mb.unit: unit_input for mb, unit_input in of_step.items()}
         text, images = inputs.pop(LLM), inputs.pop(GENERATOR, None)
         assert isinstance(text, TextInput)
         text = replace(text, token_weight=token_weight)

@@ -57,7 +57,7 @@ class Validation(StepHook):
         # Media are decoded in a thread: else the device would wait for each batch, one after another.
         self._steps = StepPrefetcher(
             (builder.build(meta) for meta in itertools.cycle(self._batches)),
-            rank_context.host_input,
+            partial(rank_context.host_input, trains=False),
             copier_for(rank_context.world.device),
             ahead=recipe.data.prefetch > 0,
         )
