@@ -228,7 +228,7 @@ class Projector(nn.Module):
 
     def _scaled(self, averages: Tensor) -> Tensor:
         """Scale averages (F, hidden) in fp32, and standardize them by stored vectors if there are any."""
-        scaled = averages.float() * averages.shape[1] ** 0.5
+        scaled: Tensor = averages.float() * averages.shape[1] ** 0.5
         if self.average_shift is not None and self.average_scale is not None:
             scaled = (scaled - self.average_shift.float()) * self.average_scale.float()
         return scaled.to(averages.dtype)
