@@ -23,7 +23,7 @@ from mmtrain.recipe.settings.modalities import MODALITIES
 from mmtrain.weights.tiny_model import CONVERSATIONS_FOLDER, write_tiny_model
 from tests.data.archives import movie, parquet, tar
 
-NUM_FLOWS = 17  # and one through a producer
+NUM_FLOWS = 18  # and one through a producer
 NUM_SAMPLES = 40
 NUM_VIDEOS = 4
 ROWS_PER_GROUP = 16  # of Parquet and Arrow files: media of several groups are read

@@ -353,6 +353,15 @@ def test_logits_loss_and_gradients_with_pictures_equal_those_of_transformers(
     assert_equal_gradients(folder, theirs, full_gradients(vision) | full_gradients(llm))
 
 
+def test_a_microbatch_without_pictures_gives_weights_zero_gradients(tmp_path: Path) -> None:
+    folder = save(gemma4(), tmp_path / "model")
+    vision = unit_stage(recipe_from(folder, "data.seq_len=2048"), "vision")
+    features = vision(None, EncoderInput((), (), torch.empty(0, 3 * PATCH**2)))
+    assert features.shape == (0, 48)
+    features.sum().backward()
+    assert all(not gradient.any() for gradient in full_gradients(vision).values())
+
+
 @pytest.mark.parametrize("standardize", [True, False])
 def test_import_and_export_give_the_same_bits(standardize: bool, tmp_path: Path) -> None:
     folder = save(gemma4(standardize), tmp_path / "model", torch.bfloat16)

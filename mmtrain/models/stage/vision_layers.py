@@ -289,7 +289,7 @@ class PatchEmbed(nn.Module):
         self._check_sides(context.inputs)
         tables = context.tables(partial(self.index_tables, context))
         if self.reads_pixels:
-            patches = patches.view(len(patches), _COLORS, -1).transpose(1, 2).flatten(1)
+            patches = patches.view(len(patches), _COLORS, patches.shape[1] // _COLORS).transpose(1, 2).flatten(1)
         tokens: Tensor = self.proj(patches)
         if self.patch_norm is not None:
             tokens = self.patch_norm(tokens)
