@@ -119,9 +119,7 @@ class FolderSettings:
     model: Mapping[str, Settings]  # by unit: shapes, which a recipe must not contradict
     data: Mapping[str, Settings] = field(default_factory=dict)  # by section of `data`: defaults of a recipe
     carried: tuple[ParameterSource, ...] = ()  # of parameters that this model does not have
-    not_built: Mapping[str, str] = field(
-        default_factory=dict
-    )  # by modality: the key that keeps a tower from being built
+    not_built: Mapping[str, str] = field(default_factory=dict)  # by modality: the key that keeps its tower from it
 
 
 @dataclass(frozen=True)

@@ -242,8 +242,7 @@ def _native_in_square(section: ConfigSection) -> Settings:
 
 def _native_of_area(section: ConfigSection) -> Settings:
     """Keep the aspect ratio of pictures, which all become as many whole merged patches as there may be."""
-    section.pass_over("image_mean", "image_std")  # without `do_normalize`
-    section.require("size", None, default=None)
+    section.pass_over("image_mean", "image_std", "size")  # without effect there
     unit = section.integer("patch_size", 16) * section.integer("pooling_kernel_size", 3)
     num_tokens = section.integer("max_soft_tokens", 280)
     if num_tokens not in GEMMA4_TOKENS:
