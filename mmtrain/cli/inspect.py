@@ -51,6 +51,7 @@ def _text(summary: "FolderSummary", is_of_hub: bool) -> str:
         costs = [f"{tokens:,.4g}" if tokens % 1 else f"{tokens:,.0f}" for tokens in summary.media_tokens.values()]
         media = zip(summary.media_tokens, costs, strict=True)
         lines.append("  LLM tokens: " + "; ".join(f"{medium} {cost}" for medium, cost in media))
+    lines += [f"  {modality}: not built, export copies it; {why}" for modality, why in summary.not_built.items()]
     if summary.num_bytes is None:
         none = "on the hub; training fetches them" if is_of_hub else "none; it can be planned for, not trained from"
         lines.append(f"  weights: {none}")

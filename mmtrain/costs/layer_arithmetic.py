@@ -269,6 +269,7 @@ def _num_weights(layer: LayerShape, tp: int) -> int:
             return (mixer.divided + mlp.divided) // tp + whole
         case "projector":
             width, whole = merged_width(layer), extra + int(layer.projector.newline) * layer.out
+            whole += 2 * int(layer.projector.standardizes) * h - int(layer.projector.plain_norm) * width
             whole += int(layer.projector.merge_linear) * h * joined_width(layer) // tp
             if layer.mlp is None:
                 return width * layer.out // tp + bias * layer.out + whole
@@ -326,7 +327,9 @@ def _layer_activation_bytes(
             return t * (element_bytes * numbers + in_fp32 + mixer.fixed_bytes + mlp.fixed_bytes + of_input)
         case "projector":
             rows, joined = feature_rows(layer, load), merged_width(layer)
-            inputs = rows * joined * max(1, len(layer.norm_widths)) + (t * h if layer.norm_widths else 0)
+            reads_averages = layer.projector.plain_norm and len(layer.norm_widths) == 1  # no norm reads tokens
+            of_norm = rows * joined if reads_averages else t * h
+            inputs = rows * joined * max(1, len(layer.norm_widths)) + (of_norm if layer.norm_widths else 0)
             inputs += int(layer.projector.merge_linear) * rows * joined_width(layer)
             # Of each projector for an earlier block: the input of its norm, and that of its first linear.
             inputs += layer.carried_in * rows * joined * 2

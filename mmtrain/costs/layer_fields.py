@@ -35,7 +35,7 @@ _OPTIONAL_RECORDS = ("mixer", "mlp")  # which a layer does not have if none of t
 # what travels beside hidden states.
 _NOT_MEASURED = (
     *("trainable", "frozen", "lora", "trains_adapters_only", "queries", "recomputes_activation", "offload", "ep"),
-    *("load_spread", "router", "rotary_alternates", "side_in", "side_out"),
+    *("load_spread", "router", "rotary_alternates", "rotary_base", "side_in", "side_out"),
 )
 _KINDS: tuple[str, ...] = get_args(get_type_hints(LayerShape)["kind"])
 

@@ -16,11 +16,15 @@ PLAIN_TRANSFORMER: Settings = {
     "gated_mlp": False,
     "norm": "layer",
     "qk_norm": False,
+    "head_norms": False,
+    "post_norms": False,
     "layer_scale": False,
     "rotary_frequencies": "alike",
+    "rotary_base": 10_000.0,
     "position_grid": 0,
     "position_interpolation": "bilinear",
     "linear_bias": True,
+    "patch_order": "colors",
     "patch_norm": False,
     "deepstack": (),
     "window": 0,
@@ -30,6 +34,7 @@ PLAIN_TRANSFORMER: Settings = {
     "max_joined_tiles": None,
     "pool_frames": False,
     "downsample": "identity",
+    "averages": "plain",
     "merge": 1,
 }
 ACTIVATIONS = {"quick_gelu": "quick_gelu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}

@@ -119,6 +119,7 @@ class FolderSettings:
     model: Mapping[str, Settings]  # by unit: shapes, which a recipe must not contradict
     data: Mapping[str, Settings] = field(default_factory=dict)  # by section of `data`: defaults of a recipe
     carried: tuple[ParameterSource, ...] = ()  # of parameters that this model does not have
+    not_built: Mapping[str, str] = field(default_factory=dict)  # by modality: the key that keeps its tower from it
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,8 @@ class Family:
         names, once for each feature.
     processor_markups: what holds instead in folders whose processor of videos is of a class named here.
     ignored: suffixes of tensors that may be in a folder and hold nothing to keep (buffers).
-    other_blocks: likewise, by the settings of a folder: of blocks that predict further tokens, behind the others.
+    other_blocks: likewise, by the settings of a folder: of blocks that predict further tokens, behind the others, and
+        of towers that are not built.
     other_models: prefixes of the tensors of other models in its folders, which training leaves alone and export copies.
     writer: for families as which a model that started from random weights can be exported.
     """

@@ -51,7 +51,8 @@ def gemma4_text_settings(config: ConfigSection) -> Settings:
     """Return the settings of the LLM."""
     config.require("hidden_activation", "gelu_pytorch_tanh", default="gelu_pytorch_tanh")
     config.require("attention_bias", False, default=False)
-    config.require("use_bidirectional_attention", None, "vision", default=None)  # in texts, the second has no effect
+    config.require("use_bidirectional_attention", None, "vision", default=None)
+    sees_pictures = config.value("use_bidirectional_attention") == "vision"
     config.require("enable_moe_block", False, default=False)
     config.pass_over(*_KEYS_OF_EXPERTS)  # which are not there
     cap = config.value("final_logit_softcapping")
@@ -65,6 +66,7 @@ def gemma4_text_settings(config: ConfigSection) -> Settings:
         value_norm=True,
         query_scale=1.0,
         post_norms=True,
+        image_attention="bidirectional_in_windows" if sees_pictures else "causal",
         block_scales=True,
         scale_embeddings=True,
         logit_cap=None if cap is None else config.number("final_logit_softcapping"),

@@ -11,6 +11,8 @@ from mmtrain.families.family import Settings
 from mmtrain.families.processor_files import AUDIO_KEYS, read_processor
 
 _HALF = (0.5, 0.5, 0.5)
+_GEMMA4 = "Gemma4ImageProcessor"
+GEMMA4_TOKENS = (70, 140, 280, 560, 1120)  # of a picture at most, that its processor allows
 Canvases = tuple[tuple[int, int], ...]  # height, width in pixels
 LLAVA_NEXT_PINPOINTS: Canvases = ((336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008))
 LLAVA_ONEVISION_PINPOINTS: Canvases = tuple((384 * rows, 384 * cols) for rows in range(1, 7) for cols in range(1, 7))
@@ -52,8 +54,12 @@ def image_processor_settings(config: Mapping[str, object], where: str) -> Settin
     section = ConfigSection(config)
     # A folder may state the processors of pictures and clips together.
     section.pass_over(*_WITHOUT_EFFECT, *AUDIO_KEYS)
-    for key in ("do_resize", "do_rescale", "do_normalize"):
+    for key in ("do_resize", "do_rescale"):
         section.require(key, True, None, default=True)
+    if kind == _GEMMA4:  # its model brings pixels from [0, 1] to [-1, 1]
+        section.require("do_normalize", False, None, default=False)
+    else:
+        section.require("do_normalize", True, None, default=True)
     section.require("do_convert_rgb", True, None, default=True)
     section.require("rescale_factor", 1 / 255, None, default=1 / 255)
     settings = {**_READERS[kind](section), "decode": "full"}
@@ -234,6 +240,18 @@ def _native_in_square(section: ConfigSection) -> Settings:
     return {**limits, **_normalization(section, MEAN, STD)}
 
 
+def _native_of_area(section: ConfigSection) -> Settings:
+    """Keep the aspect ratio of pictures, which all become as many whole merged patches as there may be."""
+    section.pass_over("image_mean", "image_std", "size")  # without effect there
+    unit = section.integer("patch_size", 16) * section.integer("pooling_kernel_size", 3)
+    num_tokens = section.integer("max_soft_tokens", 280)
+    if num_tokens not in GEMMA4_TOKENS:
+        allowed = ", ".join(map(str, GEMMA4_TOKENS))
+        section.reject("max_soft_tokens", f"found {num_tokens}, allowed: {allowed}")
+    limits = {"scheme": "native", "pixel_limits": "area", "min_pixels": 1, "max_pixels": num_tokens * unit**2}
+    return {**limits, **_normalization(section, _HALF, _HALF), "mean": _HALF, "std": _HALF}  # of its model
+
+
 def pixel_limit(section: ConfigSection, key: str, edge: str, default: int | None) -> int | None:
     """Read a limit of pixels by its older name `key`, or as an `edge` of `size`; `default` if there is neither."""
     size = section.section("size")
@@ -282,6 +300,7 @@ _READERS: Mapping[str, Callable[[ConfigSection], Settings]] = {
     "Glm4vImageProcessor": _native_of_frames,
     "Glm46VImageProcessor": _native_of_frames,
     "PixtralImageProcessor": _native_in_square,
+    _GEMMA4: _native_of_area,
 }
 
 

@@ -34,6 +34,7 @@ _TEXT_SECTIONS = ("thinker_config", "text_config")
 _QUANTIZED_KEYS = ("quantization_config", "compression_config")
 # Of a processor of patches: what the encoder calls each key, and what the class assumes where a folder leaves it out.
 _PATCH_KEYS = {"patch_size": ("patch", 14), "merge_size": ("merge", 2), "temporal_patch_size": ("temporal_patch", 2)}
+_POOLED_KEYS = {"patch_size": ("patch", 16), "pooling_kernel_size": ("merge", 3)}  # likewise, of pictures of one area
 _SAMPLE_RATE_HZ = 16_000
 # Keys that follow from others, or that say how a batch of clips is padded.
 _WITHOUT_EFFECT = (
@@ -267,12 +268,12 @@ def _wrong_pictures(config: Mapping[str, Any], image: Settings, settings: Folder
     if image["scheme"] != "native":
         yield from _wrong_tiles(image, settings)
     elif image["pixel_limits"] != "sides":  # Pixtral's reads them in the file of all media
-        yield from _wrong_patches(config, settings.model["vision"])
+        yield from _wrong_patches(config, image, settings.model["vision"])
 
 
-def _wrong_patches(config: Mapping[str, Any], vision: Settings) -> Iterator[str]:
+def _wrong_patches(config: Mapping[str, Any], image: Settings, vision: Settings) -> Iterator[str]:
     """Say which patches of a processor without tiles are not those of the encoder."""
-    for key, (name, assumed) in _PATCH_KEYS.items():
+    for key, (name, assumed) in (_POOLED_KEYS if image["pixel_limits"] == "area" else _PATCH_KEYS).items():
         found = config.get(key, assumed)
         if found != vision[name]:
             yield f"{key}: {found} is not that of the model; allowed: {vision[name]}"

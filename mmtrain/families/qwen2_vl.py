@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from mmtrain.families.clip import MEAN, STD
+from mmtrain.families.clip import MEAN, PLAIN_TRANSFORMER, STD
 from mmtrain.families.config_section import ConfigSection
 from mmtrain.families.decoders import (
     decoder_buffers,
@@ -121,6 +121,7 @@ def tower_settings(tower: ConfigSection, hidden: int, depth: int = 32, patch: in
     rotary.finish()
     merge = tower.integer("spatial_merge_size", 2)
     return {
+        **PLAIN_TRANSFORMER,
         "layers": tower.integer("depth", depth),
         "hidden": hidden,
         "heads": tower.integer("num_heads", 16),
@@ -128,26 +129,14 @@ def tower_settings(tower: ConfigSection, hidden: int, depth: int = 32, patch: in
         "temporal_patch": tower.integer("temporal_patch_size", 2),
         "norm_eps": 1e-6,
         "qkv_bias": True,
-        "linear_bias": True,
         "patch_bias": False,
         "positions": "rotary",
-        "rotary_frequencies": "alike",
         "max_side": MAX_SIDE,
-        "position_grid": 0,
-        "position_interpolation": "bilinear",
-        "deepstack": (),
         "class_token": False,
-        "patch_norm": False,
         "pre_norm": False,
         "post_norm": True,
         "downsample": "pixel_shuffle",
         "merge": merge,
-        "qk_norm": False,
-        "layer_scale": False,
-        "class_feature": False,
-        "join_tiles": False,
-        "max_joined_tiles": None,
-        "pool_frames": False,
         "projector": {
             "kind": "mlp",
             "bias": True,

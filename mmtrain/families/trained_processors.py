@@ -10,7 +10,7 @@ from typing import Any
 from mmtrain.errors import ModelFolderError
 from mmtrain.families.family import Settings
 from mmtrain.families.folder_files import CONFIG_FILE, IMAGE_PROCESSOR_FILE, VIDEO_PROCESSOR_FILE
-from mmtrain.families.image_processors import FILTERS, clip_image_processor
+from mmtrain.families.image_processors import FILTERS, GEMMA4_TOKENS, clip_image_processor
 from mmtrain.families.model_folder import ModelFolder
 from mmtrain.families.processor_files import StatedProcessor, read_processor
 from mmtrain.families.video_processors import VIDEO_TYPE_KEY, frame_keys, shows_every_frame
@@ -142,8 +142,7 @@ def _write_to_frames(pictures: StatedProcessor, changes: Changes, trained: Setti
 def _images(config: Changes, changes: Changes, trained: Settings, folder: ModelFolder) -> dict[str, Any]:
     changed = {**config, **_pixels(changes)}
     if changes.keys() & _LIMITS.keys():
-        is_square = trained["pixel_limits"] == "sides"
-        changed |= {"size": _square(trained)} if is_square else _with_limits(config, trained)
+        changed |= _limit_keys(config, trained, folder.settings.model["vision"])
     if changes.keys() & {"size", "fit"} and trained["scheme"] == "fixed" and "crop_size" in config:
         fitted = clip_image_processor(trained)
         changed |= {key: fitted.get(key, False) for key in ("image_processor_type", "size", "crop_size", "do_pad")}
@@ -187,6 +186,16 @@ def _pixels(changes: Changes) -> dict[str, Any]:
     if "std" in changes:
         stated["image_std"] = list(changes["std"])
     return stated
+
+
+def _limit_keys(config: Changes, trained: Settings, vision: Settings) -> dict[str, Any]:
+    """Return the keys of the limits of pictures; none if the processor has no value for them."""
+    if trained["pixel_limits"] == "sides":
+        return {"size": _square(trained)}
+    if trained["pixel_limits"] == "area":
+        num_tokens, rest = divmod(trained["max_pixels"], (vision["patch"] * vision["merge"]) ** 2)
+        return {"max_soft_tokens": num_tokens} if num_tokens in GEMMA4_TOKENS and not rest else {}
+    return _with_limits(config, trained)
 
 
 def _with_limits(config: Changes, trained: Settings) -> dict[str, Any]:

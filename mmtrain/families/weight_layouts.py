@@ -10,8 +10,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 Box = tuple[tuple[int, int], ...]  # [lo, hi) along each dimension
-# Rows of heads: tensor (None: ours are zeros), first row, number of rows, features of a head that turn (None: all).
-_Part = tuple[str | None, int, int, int | None]
+_Runs = tuple[tuple[int, int], ...]  # where each run of features starts in a head of a tensor, and its length
+# Rows of heads: tensor (None: ours are zeros), first row, number of rows, runs of a head in our order (None: as is).
+_Part = tuple[str | None, int, int, _Runs | None]
 
 
 @dataclass(frozen=True)
@@ -154,6 +155,11 @@ def convolution_of_squares(name: str, tensor: str, kernel: tuple[int, int, int])
     return ParameterSource(name, tuple(blocks))
 
 
+def table_of_stack(name: str, tensor: str, number: int, shape: tuple[int, int]) -> ParameterSource:
+    """Return one of the matrices of `shape` that a tensor of three dimensions holds, by its number."""
+    return ParameterSource(name, (Block(tensor, ((number, number + 1), *_whole(shape)), _whole(shape), 1),))
+
+
 def without_leading_ones(name: str, tensor: str, shape: Sequence[int]) -> ParameterSource:
     """Return a parameter of this shape whose tensor has dimensions of size 1 before it, so that it has three."""
     num_leading = 3 - len(shape)
@@ -208,12 +214,25 @@ def query_key_value(
     inputs: the dimensions after the rows, (hidden,) of weights, () of biases. turning: see `head_features`.
     """
     queries, keys, values = tensors
-    query_rows = heads // kv_heads * head_dim
+    query_rows, runs = heads // kv_heads * head_dim, _runs_of_turning(head_dim, turning)
     parts: list[_Part] = []
     for head in range(kv_heads):
-        parts.append((queries, head * query_rows, query_rows, turning))
-        parts += _key_and_value((keys, values), head, head_dim, turning)
+        parts.append((queries, head * query_rows, query_rows, runs))
+        parts += _key_and_value((keys, values), head, head_dim, runs)
     return ParameterSource(name, _stacked(parts, inputs, head_dim), may_be_padded=keys is None)
+
+
+def axial_query_key_value(
+    name: str, tensors: tuple[str, str, str], heads: int, head_dim: int, inputs: Sequence[int]
+) -> ParameterSource:
+    """Return the joint projection of an encoder whose tensors have the features of a head as `axial_head_features`."""
+    queries, keys, values = tensors
+    runs = _axial_runs(head_dim)
+    parts: list[_Part] = []
+    for head in range(heads):
+        parts.append((queries, head * head_dim, head_dim, runs))
+        parts += _key_and_value((keys, values), head, head_dim, runs)
+    return ParameterSource(name, _stacked(parts, inputs, head_dim))
 
 
 def gated_query_key_value(
@@ -231,31 +250,31 @@ def gated_query_key_value(
     these.
     """
     queries, keys, values = tensors
-    ratio = heads // kv_heads
+    ratio, runs = heads // kv_heads, _runs_of_turning(head_dim, turning)
     parts: list[_Part] = []
     for head in range(kv_heads):
         of_head = range(head * ratio, (head + 1) * ratio)
-        parts += [(queries, 2 * query * head_dim, head_dim, turning) for query in of_head]
+        parts += [(queries, 2 * query * head_dim, head_dim, runs) for query in of_head]
         parts += [(queries, (2 * query + 1) * head_dim, head_dim, None) for query in of_head]
-        parts += _key_and_value((keys, values), head, head_dim, turning)
+        parts += _key_and_value((keys, values), head, head_dim, runs)
     return ParameterSource(name, _stacked(parts, inputs, head_dim))
 
 
 def _key_and_value(
-    tensors: tuple[str | None, str], head: int, head_dim: int, turning: int | None
+    tensors: tuple[str | None, str], head: int, head_dim: int, runs: _Runs | None
 ) -> tuple[_Part, _Part]:
     """Return the parts of a KV head's key and value."""
     keys, values = tensors
-    return (keys, head * head_dim, head_dim, turning), (values, head * head_dim, head_dim, None)
+    return (keys, head * head_dim, head_dim, runs), (values, head * head_dim, head_dim, None)
 
 
 def _stacked(parts: Iterable[_Part], inputs: Sequence[int], head_dim: int) -> tuple[Block, ...]:
     """Return the blocks of a parameter that has the rows of the parts one after the other."""
     blocks: list[Block] = []
     row = 0
-    for tensor, first, number, turning in parts:
+    for tensor, first, number, runs in parts:
         if tensor is not None:
-            blocks += _rows_of_heads(tensor, (first, number), row, inputs, (head_dim, turning))
+            blocks += _rows_of_heads(tensor, (first, number), row, inputs, (head_dim, runs))
         row += number
     return tuple(blocks)
 
@@ -266,19 +285,39 @@ def head_features(name: str, tensor: str, head_dim: int, turning: int | None) ->
     turning: how many features rotary positions turn, where these are not all. A tensor has them first, half of each
         pair in front of the other halves. Ours pairs a head's first half with its second one, with these pairs first.
     """
-    return ParameterSource(name, tuple(_rows_of_heads(tensor, (0, head_dim), 0, (), (head_dim, turning))))
+    runs = _runs_of_turning(head_dim, turning)
+    return ParameterSource(name, tuple(_rows_of_heads(tensor, (0, head_dim), 0, (), (head_dim, runs))))
+
+
+def axial_head_features(name: str, tensor: str, head_dim: int) -> ParameterSource:
+    """Return a vector over the features of a head of which one half turns by the column, the other by the row.
+
+    A tensor pairs features inside each half. Ours pairs the head's halves, rows before columns in both.
+    """
+    head = (head_dim, _axial_runs(head_dim))
+    return ParameterSource(name, tuple(_rows_of_heads(tensor, (0, head_dim), 0, (), head)))
+
+
+def _axial_runs(head_dim: int) -> _Runs:
+    quarter = head_dim // 4
+    return tuple((place * quarter, quarter) for place in (2, 0, 3, 1))
+
+
+def _runs_of_turning(head_dim: int, turning: int | None) -> _Runs | None:
+    """Return the runs of a head of which `turning` features turn: see `head_features`."""
+    if turning is None or turning == head_dim:
+        return None
+    half, still = turning // 2, (head_dim - turning) // 2
+    return (0, half), (turning, still), (half, half), (turning + still, still)
 
 
 def _rows_of_heads(
-    tensor: str, rows: tuple[int, int], row: int, inputs: Sequence[int], head: tuple[int, int | None]
+    tensor: str, rows: tuple[int, int], row: int, inputs: Sequence[int], head: tuple[int, _Runs | None]
 ) -> list[Block]:
     """Return the blocks of rows (first, number) of some heads of a tensor, which are ours from `row` on."""
-    (first, number), (head_dim, turning), rest = rows, head, _whole(inputs)
-    if turning is None or turning == head_dim:
+    (first, number), (head_dim, runs), rest = rows, head, _whole(inputs)
+    if runs is None:
         return [Block(tensor, ((first, first + number), *rest), ((row, row + number), *rest))]
-    half, still = turning // 2, (head_dim - turning) // 2
-    # Where a run of features starts in a head of the tensor, and its length, in our order.
-    runs = ((0, half), (turning, still), (half, half), (turning + still, still))
     blocks = []
     for start in range(first, first + number, head_dim):
         for offset, length in runs:

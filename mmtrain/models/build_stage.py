@@ -92,6 +92,7 @@ def _layer_factory(
         encoder = settings.all_encoders[unit.name]
         activation = encoder.activation
         norm_eps = encoder.norm_eps
+        query_scale = encoder.query_scale
     return LayerFactory(
         block=block,
         activation=activation,

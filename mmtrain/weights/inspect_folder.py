@@ -64,6 +64,7 @@ class FolderSummary:
     found_in: Mapping[str, str | None]  # what training takes from the folder beside weights -> its file; None: nowhere
     text_problems: tuple[str, ...]  # what is wrong with tokenizer and chat template, and what to know of them
     media_tokens: Mapping[str, float]  # what a medium becomes for the LLM, without the marks around it
+    not_built: Mapping[str, str]  # by modality: the key that keeps a tower from being built
 
 
 def inspect_folder(path: Path) -> FolderSummary:
@@ -98,6 +99,7 @@ def _inspect(path: Path) -> FolderSummary:
         found_in=_found_in(folder, path),
         text_problems=_text_problems(path),
         media_tokens=_media_tokens(folder),
+        not_built=folder.settings.not_built,
     )
     done_reading()  # of tensors there may be a hundred thousand
     if not any((path / name).exists() for names in WEIGHT_FILES for name in names):

@@ -15,7 +15,7 @@ from mmtrain.errors import DataError
 from mmtrain.families import FAMILIES, Family, FolderSettings, read_model_folder
 from mmtrain.families.folder_files import SINGLE_FILE
 from mmtrain.families.registry import plugin_families
-from mmtrain.models.shapes.layer_shape import OUTPUT_SCALE
+from mmtrain.models.shapes.layer_shape import AVERAGE_SCALE, OUTPUT_SCALE
 
 CONVERSATIONS_FOLDER = "conversations"  # below the model, so that export does not carry it along
 NUM_TRAIN, NUM_HELDOUT = 2000, 100  # conversations
@@ -110,7 +110,7 @@ def _write_random_weights(family: Family, settings: FolderSettings, out: Path, s
             generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
             tensors[name] = torch.empty(shape).normal_(std=shape[-1] ** -0.5, generator=generator)
         else:
-            is_scale = ours[name].endswith(("weight", OUTPUT_SCALE)) and name not in zero_centered
+            is_scale = ours[name].endswith(("weight", OUTPUT_SCALE, AVERAGE_SCALE)) and name not in zero_centered
             tensors[name] = torch.ones(shape) if is_scale else torch.zeros(shape)
     # `save_file` would make a file that its owner alone can read.
     (out / SINGLE_FILE).write_bytes(save(tensors, metadata={"format": "pt"}))

@@ -293,6 +293,7 @@ STARTED_FROM = {
     "qwen3_omni_sft.yaml": "qwen3_omni_moe",
     "qwen3_vl_moe_sft.yaml": "qwen3_vl_moe",
     "qwen3_5_sft.yaml": "qwen3_5",
+    "gemma4_sft.yaml": "gemma4",
 }
 
 

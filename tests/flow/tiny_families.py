@@ -120,6 +120,19 @@ def pixtral_pictures(folder: Path, files: Files, ids: Tensor) -> Arguments:
     return _prepared(folder, files["image"], **passed)
 
 
+def pooled_pictures(folder: Path, files: Files, ids: Tensor) -> Arguments:
+    """Return the patches of pictures of any shape, where these lie, and which tokens are of pictures."""
+    from transformers import AutoConfig
+    from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+
+    types = {"mm_token_type_ids": (ids == AutoConfig.from_pretrained(folder).image_token_id).int()[None]}
+    if not files["image"]:
+        return types
+    pictures = [Image.open(path).convert("RGB") for path in files["image"]]
+    pixels = Gemma4ImageProcessorPil.from_pretrained(folder)(pictures, return_tensors="pt")
+    return {name: pixels[name] for name in ("pixel_values", "image_position_ids")} | types
+
+
 def whisper_clips(folder: Path, files: Files, ids: Tensor) -> Arguments:
     """Return the log-mel frames of clips."""
     from transformers import AutoFeatureExtractor
@@ -280,9 +293,15 @@ TINY_FAMILIES: dict[str, TinyFamily] = {
     **{name: TinyFamily(FAMILIES[name]) for name in ("gemma3_text", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe")},
     **{
         name: TinyFamily(FAMILIES[name])
-        for name in ("gemma4", "gemma4_text", "glm4_moe", "mixtral", "qwen2_moe", "qwen3_5_text", "qwen3_5_moe_text")
+        for name in ("gemma4_text", "glm4_moe", "mixtral", "qwen2_moe", "qwen3_5_text", "qwen3_5_moe_text")
     },
     "gemma3": TinyFamily(FAMILIES["gemma3"], ("vision",), typed_pictures),
+    "gemma4": TinyFamily(
+        FAMILIES["gemma4"],
+        ("vision",),
+        pooled_pictures,
+        untrained=frozenset(f"vision.layers.4.average_{part}" for part in ("shift", "scale")),
+    ),
     "glm4v_moe": TinyFamily(FAMILIES["glm4v_moe"], ("vision",), native_pictures),
     "internvl": TinyFamily(FAMILIES["internvl"], ("vision",), tiled_pictures),
     "llava": TinyFamily(FAMILIES["llava"], ("vision",), squared_pictures),

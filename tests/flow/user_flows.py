@@ -23,7 +23,7 @@ from mmtrain.recipe.settings.modalities import MODALITIES
 from mmtrain.weights.tiny_model import CONVERSATIONS_FOLDER, write_tiny_model
 from tests.data.archives import movie, parquet, tar
 
-NUM_FLOWS = 17  # and one through a producer
+NUM_FLOWS = 18  # and one through a producer
 NUM_SAMPLES = 40
 NUM_VIDEOS = 4
 ROWS_PER_GROUP = 16  # of Parquet and Arrow files: media of several groups are read
@@ -43,7 +43,6 @@ TRAIN = {"steps": 2, "global_batch": 4, "optimizer": {"lr": 1e-3}}
 # Above the largest image that the defaults of `data.image` allow, and above a short video of Qwen2.5-Omni (854 tokens).
 SEQ_LEN = 1088
 
-WITH_TOWERS_ASIDE = {"gemma4"}  # trained on texts, from a folder with towers
 _MARK = re.compile("<(image|audio|video)>")
 
 
@@ -188,8 +187,7 @@ FORMATS: dict[str, Callable[[Path, Sequence[Conversation]], Path]] = {
 def media_families() -> list[str]:
     """Return the published families whose tiny models take media, and a model from scratch."""
     with_media = [name for name, family in FAMILIES.items() if _encoders(family.tiny["config.json"])]
-    published = [name for name in with_media if name not in WITH_TOWERS_ASIDE]
-    return [*sorted(published), FROM_SCRATCH]
+    return [*sorted(with_media), FROM_SCRATCH]
 
 
 def _encoders(config: dict[str, Any]) -> list[str]:

@@ -60,6 +60,13 @@ PIXTRAL: dict[str, Any] = {
     "linear_bias": False, "qkv_bias": False, "patch_bias": False, "pre_norm": True, "downsample": "linear",
     "projector": {"bias": False, "norm_eps": 1e-4},
 }  # fmt: skip
+# What Gemma 4 adds to an encoder.
+STANDARDIZED: dict[str, Any] = {
+    "positions": "factorized_rotary", "rotary_base": 50.0, "norm": "rms", "gated_mlp": True,
+    "activation": "gelu_tanh", "linear_bias": False, "qkv_bias": False, "patch_bias": False, "patch_order": "pixels",
+    "head_norms": True, "post_norms": True, "post_norm": False, "downsample": "average_pool",
+    "averages": "standardized", "projector": {"kind": "linear", "bias": False, "norm": True, "norm_kind": "plain_rms"},
+}  # fmt: skip
 GROWING: dict[str, Any] = {
     "query_growth": 0.4,
     "rope_scaling": {

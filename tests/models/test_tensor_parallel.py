@@ -22,6 +22,7 @@ from tests.models.factory import (
     RESAMPLED,
     SCALED,
     SHARED_KV,
+    STANDARDIZED,
     TWO_KINDS,
     WINDOWED,
     gradients,
@@ -63,6 +64,7 @@ VARIANTS = {
     "scaled": settings(vision=SCALED),
     "merged": settings(vision=MERGED),
     "pixtral": settings(vision=PIXTRAL, llm=GROWING),
+    "standardized": settings(vision=STANDARDIZED),
     "resampled": settings(vision=RESAMPLED),
     "two kinds of attention": settings(llm=TWO_KINDS),
     "two kinds of attention, values apart": settings(

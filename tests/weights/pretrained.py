@@ -133,6 +133,24 @@ def gemma4_small(**changes: Any) -> nn.Module:
     return gemma4_text(**settings | changes)
 
 
+def gemma4(standardize: bool = True, pooling: int = 2, **text: Any) -> nn.Module:
+    """Make a Gemma 4 that joins squares of `pooling` x `pooling` patches, with pictures that see themselves."""
+    from transformers import Gemma4Config, Gemma4ForConditionalGeneration, Gemma4VisionConfig
+
+    tower = Gemma4VisionConfig(
+        hidden_size=32, intermediate_size=44, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
+        head_dim=8, patch_size=PATCH, pooling_kernel_size=pooling, position_embedding_size=64, standardize=standardize,
+    )  # fmt: skip
+    decoder = gemma4_text(**{"use_bidirectional_attention": "vision", "pad_token_id": 0} | text).config
+    tokens = {"image_token_id": IMAGE_TOKEN, "video_token_id": 1, "audio_token_id": 2}
+    config = Gemma4Config(text_config=decoder, vision_config=tower, audio_config=None, **tokens)
+    model = _random(Gemma4ForConditionalGeneration(config))
+    for name, buffer in model.named_buffers():
+        if name.endswith(("std_bias", "std_scale", "layer_scalar")):
+            buffer.copy_(torch.linspace(0.5, 1.5, len(buffer)).roll(3))
+    return model
+
+
 GEMMA_END_TOKEN = 2  # behind an image
 
 

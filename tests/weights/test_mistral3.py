@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from torch import Tensor
 
 from mmtrain.costs import num_parameters
@@ -45,7 +44,7 @@ from tests.weights.pretrained import (
     save,
 )
 from tests.weights.test_tiny_model import messages_of, tiny_recipe
-from tests.weights.tiny_folders import FEW_CONVERSATIONS
+from tests.weights.tiny_folders import FEW_CONVERSATIONS, write_other_shapes
 
 # As on the hub: Mistral-Small-3.1-24B-Instruct-2503, and Ministral-3-8B-Instruct-2512 in bf16.
 SMALL_3_1: dict[str, Any] = {
@@ -163,7 +162,7 @@ def test_conversations_are_what_the_processor_makes_of_them(tmp_path: Path) -> N
     processor, ours = open_processor(folder), load_tokenizer(recipe.data.tokenizer_path)
     decoder = VisionItemDecoder(recipe.data.image, recipe.model.vision.patch)
     index, conversations = build_index(recipe), folder / "conversations"
-    _write_other_shapes(conversations)
+    write_other_shapes(conversations)
     index = build_index(recipe)
     rows = json.loads((conversations / "heldout.json").read_text())[:40]
     shapes = set()
@@ -186,15 +185,6 @@ def test_conversations_are_what_the_processor_makes_of_them(tmp_path: Path) -> N
             assert np.abs(patches - patches_of(picture, 8).numpy()).max() <= 1e-4
             shapes.add((height, width))
     assert len(shapes) > 5
-
-
-def _write_other_shapes(conversations: Path) -> None:
-    """Stretch every second picture, so that some are larger than the square that they must fit into."""
-    for number, path in enumerate(sorted(conversations.rglob("*.png"))):
-        if number % 2:
-            with Image.open(path) as picture:
-                stretched = picture.resize((17 + 13 * number % 120, 16 + 29 * number % 90))
-            stretched.save(path)
 
 
 def _joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:

@@ -53,7 +53,12 @@ def test_transformers_opens_it(tmp_path: Path, family: str) -> None:
     model_class = getattr(transformers, FAMILIES[family].architectures[0])
     model, loading = model_class.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(loading.values()), loading
-    names = ("e_score_correction_bias", "layer_scalar")  # of our parameters that are buffers there
+    names = (
+        "e_score_correction_bias",
+        "layer_scalar",
+        "std_bias",
+        "std_scale",
+    )  # of our parameters that are buffers there
     buffers = [buffer for name, buffer in model.named_buffers() if name.endswith(names)]
     assert sum(tensor.numel() for tensor in (*model.parameters(), *buffers)) == summary.parameters
     assert len(transformers.AutoTokenizer.from_pretrained(tmp_path)) == summary.vocab

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain, islice
 from math import isqrt
 from typing import TypeVar
@@ -32,6 +32,7 @@ from mmtrain.data.text.sample_tokenizer import (
     split_videos,
 )
 from mmtrain.errors import DataError, HostileFileError
+from mmtrain.families import read_model_folder
 from mmtrain.limited_reads import go_on_reading, now_reading_item, reads_in_one_thread, renew_processor_time
 from mmtrain.recipe.settings.data_settings import ImageSettings, SourceSettings
 from mmtrain.recipe.settings.encoder_settings import EncoderSettings
@@ -293,6 +294,7 @@ class _SampleMeasurer:
         self._count_tokens = count_tokens
         self._headers = headers
         self._generator = recipe.model.generator
+        self._folder = recipe.model.hf
         self._read_kinds = {kind for unit, kind in headers if unit != GENERATOR}
         self._missing = [m for m in MODALITIES.values() if not self._read_kinds.issuperset(m.media)]
         self._encoders = [
@@ -305,6 +307,11 @@ class _SampleMeasurer:
             )
             for unit, settings in recipe.model.all_encoders.items()
         ]
+
+    @cached_property
+    def _not_built(self) -> Mapping[str, str]:
+        """By modality, why an encoder of the recipe's folder is not built."""
+        return {} if self._folder is None else read_model_folder(self._folder).settings.not_built
 
     def measure(self, sample: Sample, source: int) -> MeasuredSample | Quarantined:
         """Return the sample with its lengths, or the reason why it cannot be used."""
@@ -320,6 +327,8 @@ class _SampleMeasurer:
             if any(sample.media[kind] for kind in modality.media):
                 media_names = " or ".join(PLURALS[kind] for kind in modality.media)
                 reason = f"it has {media_names}, but the recipe's model has no {modality.name} encoder"
+                if (problem := self._not_built.get(modality.name)) is not None:
+                    reason += f" ({problem})"
                 return Quarantined.of(sample, f"no_{modality.name}", reason)
         if sample.target_images and self._generator is None:
             reason = "an assistant turn holds an image, but the recipe's model has no generator"

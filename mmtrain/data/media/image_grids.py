@@ -83,6 +83,8 @@ def frame_grid(width: int, height: int, settings: ImageSettings, patches: Patche
         return video_grid(width, height, patches.frames, settings, patches)
     if settings.scheme == "native" and settings.pixel_limits == "sides":
         return grid_in_square(width, height, math.isqrt(settings.max_pixels), patches)
+    if settings.scheme == "native" and settings.pixel_limits == "area":
+        return grid_of_area(width, height, settings.max_pixels, patches)
     if settings.scheme == "native":
         side, merge, max_side, _ = patches
         return native_grid(width, height, settings.min_pixels, settings.max_pixels, side, merge, max_side)
@@ -119,6 +121,23 @@ def grid_in_square(width: int, height: int, longest: int, patches: Patches) -> G
         width, height = math.floor(width / ratio), math.floor(height / ratio)
     unit = patches.merged_side
     return _within_sides(-(-height // unit), -(-width // unit), patches.merge, patches.max_side)
+
+
+def grid_of_area(width: int, height: int, area: int, patches: Patches) -> Grid:
+    """Return the grid of an image that is scaled to `area` pixels, with sides rounded down to merged patches.
+
+    A side that is less than one becomes one, and the other as many as the aspect ratio says. This is
+    `get_aspect_ratio_preserving_size` of `Gemma4ImageProcessor` in `transformers`, step by step.
+    """
+    unit = patches.merged_side
+    factor = math.sqrt(area / (height * width))
+    rows, cols = math.floor(factor * height / unit), math.floor(factor * width / unit)
+    longest = area // unit**2
+    if rows == 0:
+        rows, cols = 1, min(width // height, longest)
+    elif cols == 0:
+        rows, cols = min(height // width, longest), 1
+    return _within_sides(rows, cols, patches.merge, patches.max_side)
 
 
 def video_grid(width: int, height: int, num_frames: int, settings: ImageSettings, patches: Patches) -> Grid:

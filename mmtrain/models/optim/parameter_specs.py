@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from mmtrain.models.shapes.layer_shape import OUTPUT_SCALE, PROJECTOR_KINDS
+from mmtrain.models.shapes.layer_shape import AVERAGE_SCALE, AVERAGE_SHIFT, OUTPUT_SCALE, PROJECTOR_KINDS
 from mmtrain.models.shapes.param_spec import ParamSpec
 from mmtrain.models.shapes.unit_shape import UnitShape
 from mmtrain.models.shapes.weight_matrices import WeightMatrices
@@ -182,9 +182,9 @@ def initial_values(
     *_, module, kind = spec.name.split(".")
     if first == last:
         return torch.empty(0)
-    if spec.starts_at_zero or kind == "bias" or (module, kind) == ("lora", "b"):
+    if spec.starts_at_zero or kind in ("bias", AVERAGE_SHIFT) or (module, kind) == ("lora", "b"):
         return torch.zeros(last - first)
-    if "norm" in module or module in _LAYER_SCALES or kind in ("step_bias", OUTPUT_SCALE):
+    if "norm" in module or module in _LAYER_SCALES or kind in ("step_bias", OUTPUT_SCALE, AVERAGE_SCALE):
         return torch.ones(last - first)
     if kind == "decay_log":  # uniform between 0 and `_FASTEST_DECAY`, before its logarithm is taken
         quantiles: Tensor = torch.special.ndtr(_draw(spec, 1.0, seed, tp_rank, tp, elements))

@@ -22,6 +22,7 @@ def vision_layers(settings: VisionSettings, llm_hidden: int) -> tuple[LayerShape
     """Describe the layers of a vision transformer."""
     num_positions = {
         "factorized": 2 * settings.max_side,
+        "factorized_rotary": 2 * settings.max_side,
         "grid": settings.max_side**2 + settings.extra_tokens,
         "rotary": settings.position_grid**2,
     }[settings.positions]
@@ -43,10 +44,13 @@ def vision_layers(settings: VisionSettings, llm_hidden: int) -> tuple[LayerShape
     )
     attention = replace(
         encoder_attention(settings),
-        rotary=settings.positions == "rotary",
+        rotary=settings.rotates,
+        rotary_base=settings.rotary_base,
         rotary_alternates=settings.rotary_frequencies == "alternating",
         qkv_bias=settings.qkv_bias,
         joint_qk_norm=settings.qk_norm,
+        qk_norm=settings.head_norms,
+        value_norm=settings.head_norms,
     )
     block = replace(
         encoder_block(settings, attention),
@@ -54,23 +58,33 @@ def vision_layers(settings: VisionSettings, llm_hidden: int) -> tuple[LayerShape
         rms_norm=is_rms,
         linear_bias=settings.linear_bias,
         layer_scale=settings.layer_scale,
+        post_norms=settings.post_norms,
     )
     windowed = replace(block, mixer=replace(attention, window_side=settings.window))
     blocks = [block if i in settings.full_attention_blocks else windowed for i in range(settings.layers)]
     num_kept = [sum(kept < i for kept in settings.deepstack) for i in range(settings.layers + 1)]  # before block i
     blocks = [replace(block, carried_in=num_kept[i], carried_out=num_kept[i + 1]) for i, block in enumerate(blocks)]
+    return (embedding, *blocks, _vision_projector(settings, llm_hidden))
+
+
+def _vision_projector(settings: VisionSettings, llm_hidden: int) -> LayerShape:
+    """Describe the projector of a vision transformer, whose norms may be of kinds of their own."""
     projector_kind = settings.projector.norm_kind or settings.norm
     projector = projector_layer(settings, llm_hidden)
-    has_layer_post_norm = settings.post_norm and not is_rms and projector_kind != "layer"
-    projector = replace(
+    has_layer_post_norm = settings.post_norm and settings.norm == "layer" and projector_kind != "layer"
+    return replace(
         projector,
-        projector=replace(projector.projector, layer_post_norm=has_layer_post_norm),
+        projector=replace(
+            projector.projector,
+            layer_post_norm=has_layer_post_norm,
+            standardizes=settings.averages == "standardized",
+            plain_norm=settings.projector.norm and projector_kind == "plain_rms",
+        ),
         rms_norm=projector_kind != "layer",
         zero_centered_norms=projector_kind == "zero_centered_rms",
         carried_in=len(settings.deepstack),
         carried_out=len(settings.deepstack),
     )
-    return (embedding, *blocks, projector)
 
 
 def audio_layers(settings: AudioSettings, llm_hidden: int) -> tuple[LayerShape, ...]:
@@ -97,7 +111,7 @@ def _patch_embed_parameters(layer: LayerShape, settings: VisionSettings) -> Iter
     yield from linear_parameters("proj", layer.linear_bias)
     if settings.class_token:
         yield "class_token"
-    if settings.positions == "factorized":
+    if settings.has_position_tables:
         yield from ("row_positions", "col_positions")
     elif layer.media.position_rows:
         yield "grid_positions"

@@ -14,6 +14,8 @@ from mmtrain.errors import RecipeError
 from mmtrain.models.shapes.encoder_shapes import ENCODER_SHAPES
 from mmtrain.models.shapes.generator_shapes import generator_parameters
 from mmtrain.models.shapes.layer_shape import (
+    AVERAGE_SCALE,
+    AVERAGE_SHIFT,
     EXPERT_LINEARS,
     LAYER_INPUT_LINEARS,
     LAYER_INPUT_NORM,
@@ -121,12 +123,14 @@ def parameter_names(layer: LayerShape, settings: AnyUnitSettings) -> Iterator[st
             assert isinstance(settings, EncoderSettings)
             if settings.has_post_norm:
                 yield from norm_parameters("post_norm", replace(layer, rms_norm=has_rms_post_norm(layer)))
-            if settings.projector.norm:
+            if settings.projector.norm and not layer.projector.plain_norm:
                 yield from norm_parameters("norm", layer)
             for linear in adaptable_linears(layer):
                 yield from linear_parameters(linear, layer.linear_bias)
             for projector in deepstack_projectors(layer):
                 yield from norm_parameters(f"{projector}.norm", layer)
+            if layer.projector.standardizes:
+                yield from (AVERAGE_SHIFT, AVERAGE_SCALE)
             if layer.projector.merge_linear:
                 yield f"{MERGE_LINEAR}.weight"
             if layer.projector.newline:

@@ -44,7 +44,8 @@ LAYER_INPUT_LINEARS, LAYER_INPUT_NORM = ("layer_input.gate", "layer_input.projec
 LAYER_INPUTS_TABLE, LAYER_INPUTS_LINEAR = "layer_inputs.table.weight", "layer_inputs.linear.weight"
 LAYER_INPUTS_NORM = "layer_inputs.norm.weight"
 OUTPUT_SCALE = "output_scale"  # parameter of a block that its output is multiplied by; it does not train
-WITHOUT_GRADIENT = (SELECTION_BIAS, OUTPUT_SCALE)  # parameters that no loss trains
+AVERAGE_SHIFT, AVERAGE_SCALE = "average_shift", "average_scale"  # of a projector that standardizes averages
+WITHOUT_GRADIENT = (SELECTION_BIAS, OUTPUT_SCALE, AVERAGE_SHIFT, AVERAGE_SCALE)  # parameters that no loss trains
 SHARED_EXPERT, SHARED_GATE = "mlp.shared", "mlp.shared_gate"
 # Last layers of encoders. A resampler attends instead of merging tokens; a merger has a convolution and a gated MLP.
 PROJECTOR_KINDS = ("projector", "resampler", "merger")
@@ -116,6 +117,7 @@ class Attention:
     head_dim: int = 0
     causal: bool = False
     rotary: bool = False  # encoder: queries and keys are rotated by row and column; causal attention always rotates
+    rotary_base: float = 10_000.0  # encoder: of the frequencies of this rotation
     rotary_alternates: bool = False  # encoder: rows and columns take turns among the frequencies of a head
     window_side: int = 0  # encoder: side in patches of the squares inside which tokens attend; 0: the whole item
     chunk: int = 0  # encoder: neighboring tokens inside which tokens attend; 0: the whole item
@@ -360,6 +362,8 @@ class ProjectorShape:
     merge_linear: bool = False  # merged tokens are mapped to the width of one by a linear without bias
     newline: bool = False  # a learned vector follows the features of each item
     features_per_item: int = 0  # resampler: its learned queries
+    standardizes: bool = False  # a stored vector is subtracted from averages, which another multiplies
+    plain_norm: bool = False  # its own norm has no weights
     layer_post_norm: bool = False  # with `rms_norm`: its encoder's last norm is a LayerNorm nevertheless
 
 

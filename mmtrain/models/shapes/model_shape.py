@@ -287,7 +287,7 @@ def _with_sides(embedding: LayerShape, blocks: Sequence[LayerShape]) -> tuple[La
 def _limited_mixer(settings: LlmSettings, attention: Attention) -> Mixer:
     """Return the mixer of blocks that have no full attention if the recipe states another."""
     if (delta_net := settings.delta_net) is None:
-        return replace(attention, window=settings.window or 0)
+        return replace(attention, window=settings.window or 0, image_spans=settings.image_attention != "causal")
     return GatedDeltaNet(
         key_heads=delta_net.key_heads,
         value_heads=delta_net.value_heads,

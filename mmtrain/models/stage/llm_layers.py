@@ -91,9 +91,15 @@ class TextContext:
     def _layout(self) -> SequenceLayout:
         return SequenceLayout(self.inputs.lengths, self.inputs.image_spans, "sequences", self.inputs.tables)
 
+    @cached_property
+    def _causal_layout(self) -> SequenceLayout:
+        """The same sequences for blocks in which tokens of an image see earlier ones alone."""
+        return SequenceLayout(self.inputs.lengths, (), "causal sequences", self.inputs.tables)
+
     def block_layout(self, layer: LayerShape) -> SequenceLayout:
-        """Return the sequences inside which the tokens attend in a block: the same in all."""
-        return self._layout
+        """Return the sequences inside which the tokens attend in a block: the same in all, with images or without."""
+        sees_images = isinstance(layer.mixer, Attention) and layer.mixer.image_spans
+        return self._layout if sees_images or not self.inputs.image_spans else self._causal_layout
 
     def index_tables(self) -> HostTables:
         """Compute the position of each token in its sequence, (T,), which rotates it unless the input has others."""
@@ -130,8 +136,9 @@ class TextContext:
 
     def block_packing(self, layer: LayerShape) -> PackedSequences:
         """Each sequence is one, in every block; some blocks attend inside a sliding window."""
+        layout = self.block_layout(layer)
         if not isinstance(layer.mixer, Attention) or not layer.mixer.window:
-            return self.packing
+            return self.packing if layout is self._layout else replace(self.packing, layout=layout)
         has_own_rotation = self.settings.window_rope_base is not None or self.settings.full_attention is not None
         rope = self._window_rope if has_own_rotation else self.packing.rope
         return replace(self.packing, rope=rope, window=layer.mixer.window)

@@ -72,6 +72,20 @@ class EncoderContext(Protocol):
         """Compute on the host the index tables that blocks need."""
 
 
+class PlainNorm(nn.Module):
+    """RMS norm without weights."""
+
+    def __init__(self, eps: float) -> None:
+        """Create the norm with this epsilon."""
+        super().__init__()
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize the last dimension."""
+        normalized: Tensor = F.rms_norm(x, x.shape[-1:], None, self.eps)
+        return normalized
+
+
 class DeepStackProjector(nn.Module):
     """A norm over merged tokens and an MLP to the LLM's width, for the output of a block before the last one."""
 
@@ -125,12 +139,21 @@ class Projector(nn.Module):
             self.merge = factory.row_linear(joined_width, shape.hidden, bias=False, splits_inputs=True)
         self.norm: nn.Module | None = None
         if settings.projector.norm:
-            self.norm = factory.projector_norm(shape, merged_width, settings.projector.norm_eps)
+            eps = settings.projector.norm_eps
+            is_plain = shape.projector.plain_norm
+            self.norm = (
+                PlainNorm(eps or factory.norm_eps) if is_plain else factory.projector_norm(shape, merged_width, eps)
+            )
+        self.scales_averages = settings.scales_averages
+        self.average_shift: nn.Parameter | None = None
+        self.average_scale: nn.Parameter | None = None
+        if shape.projector.standardizes:
+            self.average_shift, self.average_scale = (_vector(shape.hidden, factory) for _ in range(2))
         self.is_linear = shape.mlp is None
         self._build_linears(merged_width, shape, factory)
         projectors = [DeepStackProjector(settings, shape, factory) for _ in range(shape.carried_in)]
         self.deepstack = nn.ModuleList(projectors)
-        self.newline = nn.Parameter(torch.empty(shape.out, dtype=factory.dtype)) if shape.projector.newline else None
+        self.newline = _vector(shape.out, factory) if shape.projector.newline else None
 
     def _build_linears(self, merged_width: int, shape: LayerShape, factory: "LayerFactory") -> None:
         """Build what follows the merged tokens."""
@@ -211,7 +234,15 @@ class Projector(nn.Module):
         if not self.pools:
             return hidden.reshape(-1, hidden.shape[1] * self.tokens_per_feature)
         num_features = len(hidden) // self.tokens_per_feature
-        return hidden.view(num_features, self.tokens_per_feature, hidden.shape[1]).mean(dim=1)
+        averages = hidden.view(num_features, self.tokens_per_feature, hidden.shape[1]).mean(dim=1)
+        return self._scaled(averages) if self.scales_averages else averages
+
+    def _scaled(self, averages: Tensor) -> Tensor:
+        """Scale averages (F, hidden) in fp32, and standardize them by stored vectors if there are any."""
+        scaled: Tensor = averages.float() * averages.shape[1] ** 0.5
+        if self.average_shift is not None and self.average_scale is not None:
+            scaled = (scaled - self.average_shift.float()) * self.average_scale.float()
+        return scaled.to(averages.dtype)
 
     def _joined_by_channel(self, hidden: Tensor) -> Tensor:
         """Join the tokens of each feature (T, hidden), channel by channel: (F, hidden * tokens of a feature).
@@ -220,3 +251,7 @@ class Projector(nn.Module):
         """
         of_features = hidden.view(-1, self.tokens_per_feature, hidden.shape[1])
         return of_features.transpose(1, 2).flatten(1)
+
+
+def _vector(width: int, factory: "LayerFactory") -> nn.Parameter:
+    return nn.Parameter(torch.empty(width, dtype=factory.dtype))

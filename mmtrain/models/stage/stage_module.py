@@ -387,7 +387,9 @@ def _is_block(shape: LayerShape) -> bool:
 def _windows(block: LayerShape) -> tuple[int, ...]:
     """Return what the packing of a block's tokens depends on; only attention has any of it."""
     mixer = block.mixer
-    return (mixer.window_side, mixer.chunk, mixer.window) if isinstance(mixer, Attention) else (0, 0, 0)
+    if not isinstance(mixer, Attention):
+        return (0, 0, 0, 0)
+    return mixer.window_side, mixer.chunk, mixer.window, int(mixer.image_spans)
 
 
 @dataclass(frozen=True)
@@ -403,7 +405,8 @@ def _vision_context(inputs: EncoderInput, unit: UnitShape, dtype: torch.dtype, d
     rotary_width = block.attention.head_dim if block.attention.rotary else 0
     window_side = max(layer.attention.window_side for layer in unit.layers if layer.mixer is not None)
     alternates = block.attention.rotary_alternates
-    return VisionContext(inputs, embedding.extra_tokens, device, rotary_width, window_side, alternates, dtype)
+    base = block.attention.rotary_base
+    return VisionContext(inputs, embedding.extra_tokens, device, rotary_width, base, window_side, alternates, dtype)
 
 
 def _audio_context(inputs: EncoderInput, unit: UnitShape, dtype: torch.dtype, device: torch.device) -> AudioContext:

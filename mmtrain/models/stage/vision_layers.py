@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 IntArray = npt.NDArray[np.int64]
 Float32Array = npt.NDArray[np.float32]
-_ROTARY_BASE = 10_000.0  # of the frequencies, as in every published encoder with such positions
+_COLORS = 3
 _CUBIC = np.float32(-0.75)  # the free coefficient of cubic convolution that torch's `grid_sample` has
 
 
@@ -44,6 +44,7 @@ class VisionContext:
     extra_tokens: int  # tokens before each image's patches
     device: torch.device
     rotary_width: int = 0  # of a head, if queries and keys are rotated by row and column; else 0
+    rotary_base: float = 10_000.0  # of the frequencies of this rotation
     window_side: int = 0  # in patches, if some blocks attend inside windows; else 0
     alternates_frequencies: bool = False  # rows and columns take turns among those of a head
     dtype: torch.dtype = torch.float32  # of the rotation
@@ -99,7 +100,7 @@ class VisionContext:
         positions = self.tables(self.index_tables)["rotary_positions"]
         if self.alternates_frequencies:
             return self._alternating_rotation(positions)
-        rotation = Rotation(self.rotary_width // 2, _ROTARY_BASE)
+        rotation = Rotation(self.rotary_width // 2, self.rotary_base)
         num_positions = max((*self.inputs.rows, *self.inputs.cols), default=0)
         by_row, by_col = (look_up_rotations(of_axis, num_positions, rotation, self.dtype) for of_axis in positions)
         cos, sin = (torch.cat(halves, dim=-1) for halves in zip(by_row, by_col, strict=True))
@@ -111,7 +112,7 @@ class VisionContext:
         Pairs that turn by the row come first all the same.
         """
         axes = (0, 1) * (self.rotary_width // 4)
-        in_turns = rotate_by_axes(positions, axes, Rotation(self.rotary_width, _ROTARY_BASE), self.dtype)
+        in_turns = rotate_by_axes(positions, axes, Rotation(self.rotary_width, self.rotary_base), self.dtype)
         cos, sin = (torch.cat((table[..., 0::2], table[..., 1::2]), dim=-1) for table in in_turns)
         return cos, sin
 
@@ -269,12 +270,13 @@ class PatchEmbed(nn.Module):
         self.max_side = side
         self.position_grid = settings.position_grid
         self.is_bicubic = settings.position_interpolation == "bicubic"
+        self.reads_pixels = settings.patch_order == "pixels"  # one after the other, instead of colors
         self.proj = nn.Linear(shape.media.patch_features, width, bias=shape.linear_bias, dtype=factory.dtype)
         self.class_token = _table(factory, width) if shape.extra_tokens else None
         self.row_positions: nn.Parameter | None = None
         self.col_positions: nn.Parameter | None = None
         self.grid_positions: nn.Parameter | None = None
-        if settings.positions == "factorized":
+        if settings.has_position_tables:
             self.row_positions = _table(factory, side, width)
             self.col_positions = _table(factory, side, width)
         elif shape.media.position_rows:
@@ -288,6 +290,8 @@ class PatchEmbed(nn.Module):
         assert patches is not None, "the first vision stage needs patches"
         self._check_sides(context.inputs)
         tables = context.tables(partial(self.index_tables, context))
+        if self.reads_pixels:
+            patches = patches.view(len(patches), _COLORS, patches.shape[1] // _COLORS).transpose(1, 2).flatten(1)
         tokens: Tensor = self.proj(patches)
         if self.patch_norm is not None:
             tokens = self.patch_norm(tokens)

@@ -88,7 +88,7 @@ def core_problems(job: PlannedJob) -> Iterator[str]:
     unknown = {
         "post_norms": settings.post_norms,
         "scale_embeddings": settings.scale_embeddings,
-        "image_attention: bidirectional": settings.image_attention == "bidirectional",
+        f"image_attention: {settings.image_attention}": settings.image_attention != "causal",
         "mlp: geglu": settings.mlp == "geglu",
         "window_rope_base": settings.window_rope_base is not None,
         "full_attention": settings.full_attention is not None,

@@ -57,8 +57,8 @@ def _ring_problem(recipe: Recipe) -> str | None:
     llm = recipe.model.llm
     if llm.window is not None:
         return f"model.llm.window {llm.window}: blocks with a sliding window"
-    if llm.image_attention == "bidirectional":
-        return "model.llm.image_attention bidirectional: tokens of an image see later ones"
+    if llm.image_attention != "causal":
+        return f"model.llm.image_attention {llm.image_attention}: tokens of an image see later ones"
     return None
 
 
@@ -67,6 +67,8 @@ def _ulysses_problem(recipe: Recipe, cp: int, tp: int) -> str | None:
     llm = recipe.model.llm
     if llm.heads % tp:
         return None  # another check says so
+    if llm.image_attention == "bidirectional_in_windows":
+        return f"{cp} ranks cannot share sequences beside model.llm.image_attention bidirectional_in_windows yet"
     heads = llm.heads // tp
     if heads % cp:
         return f"{cp} does not divide the {heads} heads of a rank (model.llm.heads {llm.heads}, parallel.llm.tp {tp})"

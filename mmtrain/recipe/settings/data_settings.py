@@ -250,7 +250,7 @@ class ImageSettings(Section):
         affects={"plan", "lengths", "steps", "resume"},
         description="Largest area of an image in pixels, for `native`.",
     )
-    pixel_limits: Literal["image", "frames", "sides"] = setting(
+    pixel_limits: Literal["image", "frames", "sides", "area"] = setting(
         "image",
         affects={"plan", "lengths", "steps", "resume"},
         added_later=True,
@@ -258,7 +258,9 @@ class ImageSettings(Section):
         "`frames`, the area times `model.vision.temporal_patch`, as of the frames that a patch joins. With `frames` an "
         "image smaller than a merged patch is first enlarged without a change of its aspect ratio (GLM-4.5V). `sides`: "
         "an image must fit into a square of `max_pixels`, is never enlarged, and its sides are rounded up to merged "
-        "patches; `min_pixels` has no effect (Pixtral).",
+        "patches; `min_pixels` has no effect (Pixtral). `area`: every image, a small one too, is brought to as many "
+        "whole merged patches as `max_pixels` has, without a change of its aspect ratio but for them; `min_pixels` has "
+        "no effect (Gemma 4).",
     )
     max_source_pixels: PositiveInt = setting(
         100_000_000,

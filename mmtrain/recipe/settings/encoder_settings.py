@@ -47,11 +47,11 @@ class ProjectorSettings(Section):
     norm: bool = setting(
         False, affects={"plan", "resume"}, description="Apply a norm to the merged tokens before the first linear."
     )
-    norm_kind: Literal["layer", "rms", "zero_centered_rms"] | None = setting(
+    norm_kind: Literal["layer", "rms", "zero_centered_rms", "plain_rms"] | None = setting(
         None,
         affects={"plan", "resume"},
         description="Kind of that norm. `zero_centered_rms`: an RMS norm that multiplies by 1 + weight, in fp32 (Gemma "
-        "3). Default: the encoder's.",
+        "3). `plain_rms`: an RMS norm without weights (Gemma 4). Default: the encoder's.",
     )
     norm_eps: float | None = setting(
         None,
@@ -78,6 +78,8 @@ class ProjectorSettings(Section):
             if getattr(self, name) is not None:
                 allowed = "mlp" if is_resampler else "resampler"
                 problems.append(f"{name} is set beside kind `{self.kind}`; allowed with `{allowed}`")
+        if self.norm_kind == "plain_rms" and not (self.norm and self.kind in ("mlp", "linear")):
+            problems.append("norm_kind is `plain_rms`; allowed with norm, and kind `mlp` or `linear`")
         if self.kind == "merger" and (self.norm or self.norm_kind is not None):
             name = "norm" if self.norm else "norm_kind"
             problems.append(f"{name} is set beside kind `merger`, which has a layer norm of its own; leave it out")
@@ -134,6 +136,11 @@ class EncoderSettings(UnitSettings):
         return False
 
     @property
+    def scales_averages(self) -> bool:
+        """Return whether it multiplies averages by the square root of their width."""
+        return False
+
+    @property
     def pools_before_norm(self) -> bool:
         """Return whether it does so before the last norm instead of behind it."""
         return False
@@ -176,6 +183,11 @@ class EncoderSettings(UnitSettings):
     def cells_per_feature(self) -> int:
         """Return how many cells become one feature."""
         return self.cells_per_token * self.tokens_per_feature
+
+    @property
+    def query_scale(self) -> float | None:
+        """Return the number by whose square root scores are divided; None for the width of a head."""
+        return None
 
     @property
     def has_post_norm(self) -> bool:

@@ -322,12 +322,13 @@ class LlmSettings(UnitSettings):
         added_later=True,
         description="Inputs of single blocks, made of a token alone (Gemma 3n and 4). Default: none.",
     )
-    image_attention: Literal["causal", "bidirectional"] = setting(
+    image_attention: Literal["causal", "bidirectional", "bidirectional_in_windows"] = setting(
         "causal",
         affects={"plan", "resume"},
         description="What the tokens of one image see of each other. `causal`: the earlier ones, as all tokens do. "
         "`bidirectional`: all of them, also in blocks with a window, which then limits how far they see back (Gemma "
-        "3). Images whose tokens are neighbors count as one.",
+        "3). `bidirectional_in_windows`: all of them in blocks with a window, the earlier ones in others (Gemma 4). "
+        "Images whose tokens are neighbors count as one.",
     )
     norm_eps: float = setting(1e-5, gt=0, affects={"plan", "resume"}, description="Epsilon of the RMS norms.")
     qkv_bias: bool = setting(

@@ -62,6 +62,20 @@ class VisionSettings(EncoderSettings):
         affects={"plan", "steps", "resume"},
         description="Apply an RMS norm to the queries of all heads together, and one to the keys (InternViT-6B).",
     )
+    head_norms: bool = setting(
+        False,
+        affects={"plan", "steps", "resume"},
+        added_later=True,
+        description="Apply an RMS norm to each head of the queries, of the keys and, without weights, of the values. "
+        "Scores are then not divided by the square root of a head's width (Gemma 4).",
+    )
+    post_norms: bool = setting(
+        False,
+        affects={"plan", "steps", "resume"},
+        added_later=True,
+        description="Apply a norm to what attention and MLP add to the residual stream, as `llm.post_norms` does "
+        "(Gemma 4).",
+    )
     layer_scale: bool = setting(
         False,
         affects={"plan", "steps", "resume"},
@@ -74,13 +88,26 @@ class VisionSettings(EncoderSettings):
         description="Bias in the output projections of attention and in the MLPs of blocks. GLM-4.5V has none.",
     )
     patch_bias: bool = setting(True, affects={"plan", "steps", "resume"}, description="Bias in the patch embedding.")
-    positions: Literal["factorized", "grid", "rotary"] = setting(
+    patch_order: Literal["colors", "pixels"] = setting(
+        "colors",
+        affects={"steps", "resume"},
+        added_later=True,
+        description="In which order the patch embedding reads the numbers of a patch: one color after the other, or "
+        "one pixel after the other (Gemma 4).",
+    )
+    positions: Literal["factorized", "grid", "rotary", "factorized_rotary"] = setting(
         "factorized",
         affects={"plan", "steps", "resume"},
         description="Position embeddings. `factorized`: one learned vector for each row plus one for each column, for "
         "images of any shape up to `max_side` patches. `grid`: one learned vector for each position of a fixed "
         "`max_side` x `max_side` grid (CLIP, InternViT). `rotary`: one half of every query and key is rotated by the "
-        "row, the other by the column (Qwen2-VL).",
+        "row, the other by the column (Qwen2-VL). `factorized_rotary`: both `factorized` and `rotary` (Gemma 4).",
+    )
+    rotary_base: PositiveFloat = setting(
+        10_000.0,
+        affects={"resume"},
+        added_later=True,
+        description="Base of the rotary frequencies, with positions `rotary` or `factorized_rotary`.",
     )
     rotary_frequencies: Literal["alike", "alternating"] = setting(
         "alike",
@@ -161,6 +188,14 @@ class VisionSettings(EncoderSettings):
         "the average of its patches behind the last norm (Gemma 3). `linear`: joined, and mapped to the width of one "
         "patch by a linear without bias, which trains with the projector (Mistral 3).",
     )
+    averages: Literal["plain", "scaled", "standardized"] = setting(
+        "plain",
+        affects={"plan", "steps", "resume"},
+        added_later=True,
+        description="What `average_pool` does with averages, in fp32. `scaled`: multiply them by the square root of "
+        "`hidden`. `standardized`: then also subtract one vector and multiply by another, neither of which trains "
+        "(Gemma 4).",
+    )
     merge: PositiveInt = setting(
         1,
         affects={"plan", "lengths", "steps", "resume"},
@@ -198,9 +233,24 @@ class VisionSettings(EncoderSettings):
         return self.merge**2
 
     @property
+    def rotates(self) -> bool:
+        """Return whether queries and keys are rotated by row and column."""
+        return self.positions in ("rotary", "factorized_rotary")
+
+    @property
+    def has_position_tables(self) -> bool:
+        """Return whether each row and each column has a learned vector."""
+        return self.positions in ("factorized", "factorized_rotary")
+
+    @property
     def pools(self) -> bool:
         """Return whether a token is the average of its patches."""
         return self.downsample == "average_pool"
+
+    @property
+    def scales_averages(self) -> bool:
+        """Return whether averages are multiplied by the square root of their width."""
+        return self.averages != "plain"
 
     @property
     def merges_by_linear(self) -> bool:
@@ -221,6 +271,11 @@ class VisionSettings(EncoderSettings):
     def sends_newline(self) -> bool:
         """Return whether rows of joined tiles end with a learned vector."""
         return self.join_tiles
+
+    @property
+    def query_scale(self) -> float | None:
+        """Return 1 where heads have norms."""
+        return 1.0 if self.head_norms else None
 
     @property
     def has_post_norm(self) -> bool:
@@ -244,17 +299,20 @@ class VisionSettings(EncoderSettings):
             problems.append(f"hidden {self.hidden} is not divisible by heads {self.heads}")
         if self.downsample == "identity" and self.merge != 1:
             problems.append(f"merge is {self.merge}, but downsample `identity` merges nothing: set merge to 1")
-        if self.positions == "rotary" and self.hidden // self.heads % 4:
+        if self.rotates and self.hidden // self.heads % 4:
             width = self.hidden // self.heads
-            problems.append(f"a head is {width} wide; allowed with positions `rotary`: multiples of 4")
-        if self.class_token and (self.positions == "rotary" or self.window):
-            problems.append("class_token is set; it has no place with positions `rotary` or with `window`")
+            problems.append(f"a head is {width} wide; allowed with positions `{self.positions}`: multiples of 4")
+        if self.class_token and (self.rotates or self.window):
+            problems.append("class_token is set; it has no place with rotary positions or with `window`")
+        if self.rotary_base != 10_000.0 and not self.rotates:
+            problems.append(f"rotary_base is set beside positions `{self.positions}`; allowed with rotary ones")
         if self.position_grid and self.positions != "rotary":
             problems.append(f"position_grid is set beside positions `{self.positions}`; allowed with `rotary`")
         if self.position_interpolation != "bilinear" and not self.position_grid:
             problems.append("position_interpolation is set; allowed with position_grid")
         if self.rotary_frequencies != "alike" and self.positions != "rotary":
             problems.append(f"rotary_frequencies is set beside positions `{self.positions}`; allowed with `rotary`")
+        problems += self._norm_problems()
         problems += self._merge_linear_problems()
         problems += self._window_problems()
         problems += self._deepstack_problems()
@@ -269,6 +327,20 @@ class VisionSettings(EncoderSettings):
             if getattr(self, name) and not self.join_tiles:
                 problems.append(f"{name} is set; allowed with join_tiles")
         return self._without(problems)
+
+    def _norm_problems(self) -> list[str]:
+        problems = []
+        if self.head_norms and self.norm != "rms":
+            problems.append(f"head_norms is set beside norm `{self.norm}`; allowed with `rms`")
+        if self.head_norms and self.qk_norm:
+            problems.append("head_norms and qk_norm are both set; allowed: one of them")
+        if self.post_norms and self.layer_scale:
+            problems.append("post_norms and layer_scale are both set; allowed: one of them")
+        if self.averages != "plain" and not self.pools:
+            problems.append(f"averages is set beside downsample `{self.downsample}`; allowed with `average_pool`")
+        if self.averages != "plain" and self.post_norm:
+            problems.append("averages is set beside post_norm, which would undo its scale; allowed: without post_norm")
+        return problems
 
     def _merge_linear_problems(self) -> list[str]:
         if not self.merges_by_linear:
@@ -305,6 +377,8 @@ class VisionSettings(EncoderSettings):
             problems.append(f"deepstack is {list(self.deepstack)}; allowed: numbers that ascend")
         if self.deepstack and self.projector.kind != "mlp":
             problems.append(f"deepstack is set, but projector.kind is `{self.projector.kind}`; allowed: mlp")
+        if self.deepstack and self.projector.norm_kind == "plain_rms":
+            problems.append("deepstack is set, but projector.norm_kind is `plain_rms`; allowed: norms with weights")
         if self.deepstack and self.pools:
             problems.append("deepstack is set, but downsample is `average_pool`; allowed: identity, pixel_shuffle")
         return problems

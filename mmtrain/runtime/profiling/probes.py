@@ -110,7 +110,7 @@ class Probe:
                 positions[unit] = torch.arange(start, start + num, device=device)
             start += num
         spans: Spans = ()
-        if recipe.model.llm.image_attention == "bidirectional":  # the most that can be, as `AnalyticCosts` assumes
+        if recipe.model.llm.image_attention != "causal":  # the most that can be, as `AnalyticCosts` assumes
             ends = [*accumulate(lengths)]
             spans = tuple((end - length, end) for end, length in zip(ends, lengths, strict=True) if length)
         targets = torch.arange(sum(lengths), device=device)  # given, so that the host need not ask the device for them
