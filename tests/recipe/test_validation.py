@@ -15,6 +15,7 @@ from mmtrain.recipe.raw_tree import dotted_path
 
 DIT = "model.generator={kind: dit, widths: [8], heads: [4], layers: 2, context_width: 8}"
 GENERATOR = "model.generator={preset: stable-diffusion-2.1}"
+DELTA_NET = "{key_heads: 2, value_heads: 4, key_head_dim: 8, value_head_dim: 8}"
 RESAMPLER = "model.vision.projector={kind: resampler, queries: 8}"
 AUDIO = "model.audio={layers: 2, hidden: 32, heads: 4, ffn: 64}"
 HELD_OUT = "data.validation_fraction=0.1"
@@ -259,6 +260,23 @@ def test_missing_settings_say_what_they_are(write: Write) -> None:
         (
             ["parallel.llm={cp: 3}", "model.llm.image_attention=bidirectional"],
             "parallel.llm.cp: 3 does not divide the 4 heads of a rank",
+        ),
+        (
+            ["parallel.llm={cp: 4}", f"model.llm.delta_net={DELTA_NET}", "model.llm.full_attention_blocks=[1]"],
+            "parallel.llm.cp: 4 does not divide the 2 key heads of a rank's gated DeltaNets (model.llm.delta_net."
+            "key_heads 2, parallel.llm.tp 1); allowed: 1, 2 (cp_method ring is not possible: model.llm.delta_net: ",
+        ),
+        (
+            ["parallel.llm={cp: 2, tp: 2}", f"model.llm.delta_net={DELTA_NET}", "model.llm.full_attention_blocks=[1]"],
+            "parallel.llm.cp: 2 does not divide the 1 key heads of a rank's gated DeltaNets",
+        ),
+        (
+            [
+                "parallel.llm={cp: 2, cp_method: ring}",
+                f"model.llm.delta_net={DELTA_NET}",
+                "model.llm.full_attention_blocks=[1]",
+            ],
+            "parallel.llm.cp_method: found ring, allowed: ulysses or auto (model.llm.delta_net: the state of a head",
         ),
         (
             ["parallel.placement=unified", "parallel.vision.dp=2", "parallel.llm={dp: 2, cp: 2}"],
