@@ -82,6 +82,14 @@ EXPERTS = "model.llm.moe={experts: 6, top_k: 2, ffn: 6}"
         ("train.per_device_train_batch_size=3", "mmtrain packs samples into sequences; set data.seq_len"),
         ("cluster.nodes=8", "cluster.nodes: unknown key; set cluster.ranks, the ranks of all nodes; `plan --cluster"),
         ("train.optimizer.name=adamw", "train.optimizer.name: unknown key; the optimizer is AdamW; train.optimizer.m"),
+        (
+            "train.mtp=true",
+            "train.mtp: unknown key; blocks that predict further tokens (mtp.*) are not trained; export",
+        ),
+        (
+            "train.mtp_num_layers=1",
+            "what other trainers call mtp_num_layers has no setting: blocks that predict further",
+        ),
         ("train.lr=1e-3", "unknown key here; it belongs to train.optimizer.lr"),
         ("train.save_steps=3", "is train.checkpoint.every"),
         ("data.max_length=3", "is data.seq_len, of a packed sequence"),
