@@ -292,6 +292,7 @@ TINY_FAMILIES: dict[str, TinyFamily] = {
         name: TinyFamily(FAMILIES[name])
         for name in ("gemma4", "gemma4_text", "glm4_moe", "mixtral", "qwen2_moe", "qwen3_5_text", "qwen3_5_moe_text")
     },
+    "smolvlm": TinyFamily(FAMILIES["smolvlm"]),
     "gemma3": TinyFamily(FAMILIES["gemma3"], ("vision",), typed_pictures),
     "glm4v_moe": TinyFamily(FAMILIES["glm4v_moe"], ("vision",), native_pictures),
     "internvl": TinyFamily(FAMILIES["internvl"], ("vision",), tiled_pictures),

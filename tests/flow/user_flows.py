@@ -43,7 +43,7 @@ TRAIN = {"steps": 2, "global_batch": 4, "optimizer": {"lr": 1e-3}}
 # Above the largest image that the defaults of `data.image` allow, and above a short video of Qwen2.5-Omni (854 tokens).
 SEQ_LEN = 1088
 
-WITH_TOWERS_ASIDE = {"gemma4"}  # trained on texts, from a folder with towers
+WITH_TOWERS_ASIDE = {"gemma4", "smolvlm"}  # trained on texts, from a folder with towers
 _MARK = re.compile("<(image|audio|video)>")
 
 
