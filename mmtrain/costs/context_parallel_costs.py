@@ -1,4 +1,4 @@
-"""What ranks that share sequences exchange in attention, and the seconds that this adds to a block.
+"""What ranks that share sequences exchange in a mixer, and the seconds that this adds to a block.
 
 Sequence parallelism changes a layer's time too: less element-wise work, and more gathers of tokens.
 """
@@ -11,7 +11,7 @@ from mmtrain.costs.cost_model import CostModel, LayerWork, TokenLoad
 from mmtrain.costs.hardware import ELEMENT_BYTES, Hardware, Precision
 from mmtrain.costs.layer_arithmetic import gemms as layer_gemms
 from mmtrain.costs.layer_arithmetic import needed_gradients
-from mmtrain.models.shapes.layer_shape import PROJECTOR_KINDS
+from mmtrain.models.shapes.layer_shape import PROJECTOR_KINDS, GatedDeltaNet
 from mmtrain.models.shapes.model_shape import BLOCK_KINDS, LayerShape
 
 BLOCK = "decoder_block"  # the only layer of an LLM in which tokens of a sequence meet
@@ -62,9 +62,10 @@ def exchange_buffer_bytes(layer: LayerShape, tp: int, load: TokenLoad, element_b
     """Return the bytes of buffers in which a block exchanges tokens with ranks that share its sequences.
 
     An all-to-all needs as much as queries, keys and values take once more. A ring needs less where keys have fewer
-    heads than queries: keys and values that come, that are used, and that go.
+    heads than queries: keys and values that come, that are used, and that go. A gated DeltaNet exchanges when all is
+    free that its rule makes again, which is more.
     """
-    if layer.kind != BLOCK or not load.exchanged:
+    if layer.kind != BLOCK or not load.exchanged or isinstance(layer.mixer, GatedDeltaNet):
         return 0
     heads, kv_heads = _local_heads(layer, tp)
     return load.exchanged * (heads + 4 * kv_heads) * layer.attention.head_dim * element_bytes
@@ -76,19 +77,27 @@ def _local_heads(layer: LayerShape, tp: int) -> tuple[int, int]:
 
 
 def _all_to_all_seconds(work: LayerWork, costs: CostModel, group: ContextGroup, element_bytes: int) -> float:
-    """Return the seconds of two all-to-alls: of queries, keys and values, and of outputs; gradients take the same way.
+    """Return the seconds of two all-to-alls: of what a mixer reads, and of outputs; gradients take the same way."""
+    row_bytes = element_bytes * work.load.exchanged * (group.cp - 1) / group.cp
 
-    Where ranks are more than key-value heads, each needs a whole one.
-    """
-    heads, kv_heads = _local_heads(work.layer, work.tp)
-    row_bytes = work.layer.attention.head_dim * element_bytes * work.load.exchanged * (group.cp - 1) / group.cp
-
-    def seconds(num_heads: int) -> float:
-        nbytes = num_heads * row_bytes
+    def seconds(width: int) -> float:
+        nbytes = width * row_bytes
         on_node = round(nbytes * group.on_node_share)
         return costs.all_to_all(on_node, round(nbytes) - on_node, group.layout)
 
-    return seconds(heads + 2 * max(kv_heads, group.cp)) + seconds(heads)
+    return sum(map(seconds, _exchanged_widths(work.layer, work.tp, group.cp)))
+
+
+def _exchanged_widths(layer: LayerShape, tp: int, cp: int) -> tuple[int, int]:
+    """Return the numbers that a rank has of a token before the mixer and behind it.
+
+    Of attention those are queries, keys and values. Where ranks are more than key-value heads, each needs a whole one.
+    """
+    if isinstance(layer.mixer, GatedDeltaNet):
+        return layer.mixer.first_width // tp, layer.mixer.inner_width // tp
+    heads, kv_heads = _local_heads(layer, tp)
+    width = layer.attention.head_dim
+    return (heads + 2 * max(kv_heads, cp)) * width, heads * width
 
 
 def _ring_seconds(work: LayerWork, costs: CostModel, group: ContextGroup, element_bytes: int) -> float:

@@ -88,10 +88,14 @@ class DeltaNetArithmetic:
         return self.mixer.inner_width + self.mixer.first_width
 
     def working_bytes(self, load: TokenLoad, tp: int) -> int:
-        """Return what its backward makes again, with the gradients of that, for the heads that it computes at once."""
+        """Return what its backward makes again, with the gradients of that, for the heads that it computes at once.
+
+        Ranks that share a sequence have all of its tokens for some heads.
+        """
         ratio = self.mixer.value_heads // self.mixer.key_heads
         value_heads = self.mixer.value_heads // tp
-        at_once = min(load.tokens * value_heads, max(DELTA_HEAD_TOKENS, load.tokens * ratio))
+        of_key_head = max(load.tokens, load.max_len) * ratio
+        at_once = min(load.tokens * value_heads, max(DELTA_HEAD_TOKENS, of_key_head))
         return round(FP32_BYTES * at_once * _WORKING_SHARE * self._width_between_linears)
 
     @property

@@ -30,6 +30,7 @@ from mmtrain.families.qwen3_5 import QWEN3_5, QWEN3_5_TEXT
 from mmtrain.families.qwen3_5_moe import QWEN3_5_MOE, QWEN3_5_MOE_TEXT
 from mmtrain.families.qwen3_omni_moe import QWEN3_OMNI_MOE
 from mmtrain.families.qwen3_vl import QWEN3_VL, QWEN3_VL_MOE
+from mmtrain.families.smolvlm import SMOLVLM
 from mmtrain.families.text_decoders import LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from mmtrain.plugins import find_plugin, installed_plugins
 
@@ -65,6 +66,7 @@ FAMILIES: dict[str, Family] = {
         QWEN3_OMNI_MOE,
         QWEN3_VL,
         QWEN3_VL_MOE,
+        SMOLVLM,
     )
 }
 # Their folders hold no LLM: a recipe names them for one of its units.

@@ -34,6 +34,19 @@ def test_an_all_to_all_moves_queries_keys_values_and_outputs(tp: int, cp: int, n
         assert context_seconds(LayerWork(layer, tp, LOAD, kind), COSTS, group, BYTES) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(("tp", "cp"), [(1, 2), (2, 4)])
+def test_an_all_to_all_of_a_gated_delta_net_moves_what_its_first_linear_makes_and_outputs(tp: int, cp: int) -> None:
+    net = {"key_heads": 8, "value_heads": 16, "key_head_dim": 64, "value_head_dim": 32}
+    settings = recipe(llm={"hidden": 512, "heads": 8, "delta_net": net, "full_attention_blocks": (1,)})
+    layer, group = build_model_shape(settings).unit("llm").layers[1], ContextGroup.of_mesh(tp, cp, False, 64)
+    queries_and_keys, values, numbers = 2 * 8 * 64, 16 * 32, 2 * 16
+    moved = LOAD.exchanged * BYTES * (cp - 1) / cp / tp
+    there, back = round((queries_and_keys + 2 * values + numbers) * moved), round(values * moved)
+    expected = sum(COSTS.all_to_all(nbytes, 0, GroupLayout(cp)) for nbytes in (there, back))
+    for kind in ("forward", "backward", "recompute"):
+        assert context_seconds(LayerWork(layer, tp, LOAD, kind), COSTS, group, BYTES) == pytest.approx(expected)
+
+
 def test_between_nodes_an_all_to_all_takes_the_slower_links() -> None:
     layer = block()
     near, far = (ContextGroup.of_mesh(1, 4, False, ranks_per_node=n) for n in (4, 2))

@@ -49,7 +49,7 @@ def _label(token: int, is_target: bool) -> int:
 # Tokenizers, templates and processors of these are those of the dense models.
 WITH_EXPERTS = {"mixtral", "qwen2_moe", "qwen3_moe", "qwen3_vl_moe", "qwen3_5_moe", "qwen3_5_moe_text"}
 # No package has their vocabulary; `tests.flow.test_pretrained` trains them with a tiny one.
-_NOT_JUDGED = {"glm4_moe", "glm4v_moe", "gemma4", "gemma4_text"}
+_NOT_JUDGED = {"glm4_moe", "glm4v_moe", "gemma4", "gemma4_text", "smolvlm"}
 
 
 def test_every_family_is_judged() -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.flow.cases import Mesh, plan, recipe
+from tests.flow.cases import LONG, Mesh, plan, recipe
 from tests.flow.cells import ADAPTED
 from tests.flow.equality import assert_equals_one_process
 from tests.flow.orders import PIPELINE, TOGETHER
@@ -56,6 +56,31 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Mesh]]] = {
         {"vision": Mesh((), (0,)), "llm": Mesh((), (0, 1), tp=2, sp=True)},
     ),
 }
+# Key heads that two ranks share beside two TP ranks.
+FOUR_HEADS = DELTA | {"model__llm__delta_net": DELTA["model__llm__delta_net"] | {"key_heads": 4}}
+# Batches hold text alone, one image or several; where not all sequences are cut, ranks have whole ones beside them.
+SHARED: dict[str, tuple[dict[str, Any], dict[str, Mesh]]] = {
+    "cp2, all cut": (
+        DELTA,
+        {"vision": Mesh((), (0, 1), dp=2), "llm": Mesh((), (0, 1), cp=2, split="even")},
+    ),
+    "cp2 tp2 with slices of tokens, pp2, recomputed": (
+        FOUR_HEADS,
+        {
+            "vision": Mesh((), (0, 1), tp=2),
+            "llm": Mesh((2,), tuple(range(2, 10)), cp=2, tp=2, sp=True, recompute=(1, 3)),
+        },
+    ),
+    "cp2 tp2, all cut, parts frozen": (
+        FOUR_HEADS | {"train__freeze": ("llm.layers.1.*", "llm.*.taps", "llm.*.decay_log")},
+        {"vision": Mesh((), (0,)), "llm": Mesh((), (0, 1, 2, 3), cp=2, tp=2, split="even")},
+    ),
+    "cp2 dp2": (DELTA, {"vision": Mesh((), tuple(range(4)), dp=4), "llm": Mesh((), tuple(range(4)), cp=2, dp=2)}),
+    "cp2, adapters": (
+        DELTA | ADAPTED,
+        {"vision": Mesh((), (0, 1), dp=2), "llm": Mesh((), (0, 1), cp=2, split="even")},
+    ),
+}
 ORDERED: dict[str, tuple[dict[str, Any], dict[str, Mesh], dict[int, Any]]] = {
     "in parts, tp2 with slices of tokens, recomputed": (
         DELTA,
@@ -92,3 +117,28 @@ def test_a_sharded_delta_net_computes_what_one_process_does(
 ) -> None:
     settings = recipe(**changes)
     assert_equals_one_process(settings, replicated(settings, 2, 2, recompute, "all"), texts_between=True)
+
+
+@pytest.mark.slow
+def test_a_sharded_delta_net_whose_ranks_share_sequences_computes_what_one_process_does() -> None:
+    settings = recipe(**DELTA)
+    meshes = {"vision": Mesh((), tuple(range(4)), dp=4), "llm": Mesh((), tuple(range(4)), dp=2, cp=2, split="even")}
+    wanted = plan(settings, shard=2, dispatch="none", **meshes)
+    assert_equals_one_process(settings, wanted, texts_between=True)
+
+
+@pytest.mark.parametrize(
+    "case", ["cp2, all cut", *(pytest.param(case, marks=pytest.mark.slow) for case in list(SHARED)[1:])]
+)
+def test_ranks_that_share_sequences_compute_what_one_process_does(case: str) -> None:
+    changes, meshes = SHARED[case]
+    settings = recipe(**changes)
+    assert_equals_one_process(settings, plan(settings, **meshes), texts_between=True)
+
+
+@pytest.mark.slow
+def test_a_giant_sample_is_shared() -> None:
+    """Chunks of its rule, 64 tokens each, reach across the cuts, and so does its convolution."""
+    settings = recipe(**FOUR_HEADS)
+    meshes = {"vision": Mesh((), (0, 1), dp=2), "llm": Mesh((), (0, 1, 2, 3), cp=4)}
+    assert_equals_one_process(settings, plan(settings, **meshes), texts_between=LONG)

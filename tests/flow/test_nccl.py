@@ -19,6 +19,7 @@ from tests.distributed import RanksFailed, run_ranks
 from tests.flow.cases import Mesh, plan, recipe
 from tests.flow.equality import assert_equals_one_process, train_steps
 from tests.flow.nccl_like import like_nccl
+from tests.flow.test_delta_nets import SHARED as DELTA_NETS
 from tests.flow.test_master import ALL_CASES, ORDERS, kind_of
 from tests.tiers import mostly_long
 
@@ -59,6 +60,13 @@ SHARDED: dict[str, tuple[int, dict[str, Mesh]]] = {
         },
     ),
 }
+
+
+@pytest.mark.slow
+def test_delta_nets_whose_ranks_share_sequences_train_on_what_behaves_like_nccl() -> None:
+    changes, meshes = DELTA_NETS["cp2 tp2 with slices of tokens, pp2, recomputed"]
+    settings = recipe(**changes)
+    assert_equals_one_process(settings, plan(settings, **meshes), timeout=TIMEOUT_S, train=train_eagerly)
 
 
 @pytest.mark.slow

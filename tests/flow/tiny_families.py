@@ -295,6 +295,7 @@ TINY_FAMILIES: dict[str, TinyFamily] = {
         name: TinyFamily(FAMILIES[name])
         for name in ("gemma4_text", "glm4_moe", "mixtral", "qwen2_moe", "qwen3_5_text", "qwen3_5_moe_text")
     },
+    "smolvlm": TinyFamily(FAMILIES["smolvlm"]),
     "gemma3": TinyFamily(FAMILIES["gemma3"], ("vision",), typed_pictures),
     "gemma4": TinyFamily(
         FAMILIES["gemma4"],

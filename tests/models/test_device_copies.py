@@ -55,6 +55,21 @@ MODELS: dict[str, tuple[str, ModelSettings]] = {
         "llm",
         settings(llm={"window": 8, "full_attention_blocks": (1,), "image_attention": "bidirectional_in_windows"}),
     ),
+    "llm, gated DeltaNets": (
+        "llm",
+        settings(
+            llm={
+                "head_dim": 16,
+                "full_attention_blocks": (1,),
+                "delta_net": {
+                    "key_heads": 2,
+                    "value_heads": 4,
+                    "key_head_dim": 8,
+                    "value_head_dim": 12,
+                },
+            }
+        ),
+    ),
     "vision, class token and grid": ("vision", settings(vision=SCALED)),
     "vision, rows and columns": ("vision", settings(vision={"positions": "factorized"})),
     "vision, windows": ("vision", settings(vision=WINDOWED)),
@@ -110,6 +125,8 @@ def test_a_step_neither_copies_nor_reads(
         ("llm", "ring", "even"),
         ("llm, time, row and column", "ring", "even"),
         ("llm, windows", "ulysses", "even"),
+        ("llm, gated DeltaNets", "ulysses", "auto"),
+        ("llm, gated DeltaNets", "ulysses", "even"),
         ("llm, images", "ulysses", "auto"),
         ("llm, images", "ulysses", "even"),
     ],

@@ -1,5 +1,7 @@
 """Plans in which ranks share the sequences of the LLM (context parallelism)."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -27,14 +29,25 @@ from tests.planning.factory import lengths, recipe
 from tests.plans import mesh_assignments, plan_recipe
 
 LONG = 65_536
+DELTA_NETS: dict[str, Any] = {
+    "delta_net": {"key_heads": 8, "value_heads": 16, "key_head_dim": 64, "value_head_dim": 128},
+    "full_attention_blocks": (3,),
+}
 
 
 def long_recipe(
-    placement: str = "unified", memory_gib: float | None = None, global_batch: int = 4, **llm: Any
+    placement: str = "unified",
+    memory_gib: float | None = None,
+    global_batch: int = 4,
+    blocks: Mapping[str, Any] = MappingProxyType({}),
+    **llm: Any,
 ) -> Recipe:
-    """Return a model whose samples have up to 64k tokens, which need more memory than communicators."""
+    """Return a model whose samples have up to 64k tokens, which need more memory than communicators.
+
+    blocks: settings of the LLM's blocks; llm: its degrees.
+    """
     return recipe(
-        llm={"heads": 16, "kv_heads": 4, "hidden": 2048, "ffn": 4096},
+        llm={"heads": 16, "kv_heads": 4, "hidden": 2048, "ffn": 4096, **blocks},
         parallel={"placement": placement, "llm": llm},
         cluster={"memory_gib": memory_gib, "ranks_per_node": 4},
         global_batch=global_batch,
@@ -85,9 +98,9 @@ def test_the_parts_of_a_microbatch_are_the_whole() -> None:
     assert parts.exchanged.any()
 
 
-@pytest.mark.parametrize(("cp", "pp"), [(2, 1), (4, 1), (2, 2)])
-def test_the_estimate_and_the_simulation_agree(cp: int, pp: int) -> None:
-    evaluator = evaluated(long_recipe(), world_size=cp * pp)
+@pytest.mark.parametrize(("cp", "pp", "blocks"), [(2, 1, {}), (4, 1, {}), (2, 2, {}), (2, 2, DELTA_NETS)])
+def test_the_estimate_and_the_simulation_agree(cp: int, pp: int, blocks: dict[str, Any]) -> None:
+    evaluator = evaluated(long_recipe(blocks=blocks), world_size=cp * pp)
     assignment = assignment_of(evaluator, cp, pp)
     layer_costs, choices = evaluator.layer_costs, evaluator.problem.choices
     partition = anchored_partition(assignment, layer_costs, choices, evaluator.memory_bytes)
@@ -144,6 +157,13 @@ def test_long_samples_are_shared_where_that_is_faster() -> None:
     assert graph.mesh(LLM).cp_replicas(2) == range(4)
 
 
+def test_long_samples_of_gated_delta_nets_are_shared_where_that_is_faster() -> None:
+    plan = planned(long_recipe(global_batch=1, blocks=DELTA_NETS))
+    assert (plan.units[LLM].cp, plan.units[LLM].cp_method) == (4, "ulysses")
+    alone = planned(long_recipe(global_batch=1, blocks=DELTA_NETS, cp=1))
+    assert plan.predicted.step_time_s < alone.predicted.step_time_s
+
+
 def test_the_sp_ratio_is_the_dist_ratio_of_the_ranks_that_share_a_microbatch() -> None:
     """Compare with eq. 2 of OmniBal, computed from the items of every microbatch."""
     evaluator = evaluated(long_recipe(), world_size=8)
@@ -194,6 +214,16 @@ def test_rings_go_between_nodes() -> None:
     methods = {(tp, cp): method for tp, cp, method in choices.cp_methods}
     assert (methods[1, 4], methods[1, 8], methods[2, 2], methods[2, 4]) == ("ulysses", "ring", "ulysses", "ring")
     assert DEFAULT_BUDGET.meshes.min_tokens_per_cp_rank * 8 == LONG
+
+
+def test_states_of_heads_do_not_go_round() -> None:
+    """Eight key heads are shared by at most eight ranks of tensor and context parallelism."""
+    settings = long_recipe(blocks=DELTA_NETS)
+    choices = unit_choices(settings, build_model_shape(settings), 16)[LLM]
+    assert {(tp, cp) for tp, cp, _ in choices.cp_methods} == {
+        (tp, cp) for tp in (1, 2, 4) for cp in (2, 4, 8) if tp * cp <= 8
+    }
+    assert {method for _, _, method in choices.cp_methods} == {"ulysses"}
 
 
 @pytest.mark.parametrize("placement", ["unified", "replicated"])

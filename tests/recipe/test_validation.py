@@ -15,6 +15,7 @@ from mmtrain.recipe.raw_tree import dotted_path
 
 DIT = "model.generator={kind: dit, widths: [8], heads: [4], layers: 2, context_width: 8}"
 GENERATOR = "model.generator={preset: stable-diffusion-2.1}"
+DELTA_NET = "{key_heads: 2, value_heads: 4, key_head_dim: 8, value_head_dim: 8}"
 RESAMPLER = "model.vision.projector={kind: resampler, queries: 8}"
 AUDIO = "model.audio={layers: 2, hidden: 32, heads: 4, ffn: 64}"
 HELD_OUT = "data.validation_fraction=0.1"
@@ -81,6 +82,14 @@ EXPERTS = "model.llm.moe={experts: 6, top_k: 2, ffn: 6}"
         ("train.per_device_train_batch_size=3", "mmtrain packs samples into sequences; set data.seq_len"),
         ("cluster.nodes=8", "cluster.nodes: unknown key; set cluster.ranks, the ranks of all nodes; `plan --cluster"),
         ("train.optimizer.name=adamw", "train.optimizer.name: unknown key; the optimizer is AdamW; train.optimizer.m"),
+        (
+            "train.mtp=true",
+            "train.mtp: unknown key; blocks that predict further tokens (mtp.*) are not trained; export",
+        ),
+        (
+            "train.mtp_num_layers=1",
+            "what other trainers call mtp_num_layers has no setting: blocks that predict further",
+        ),
         ("train.lr=1e-3", "unknown key here; it belongs to train.optimizer.lr"),
         ("train.save_steps=3", "is train.checkpoint.every"),
         ("data.max_length=3", "is data.seq_len, of a packed sequence"),
@@ -259,6 +268,23 @@ def test_missing_settings_say_what_they_are(write: Write) -> None:
         (
             ["parallel.llm={cp: 3}", "model.llm.image_attention=bidirectional"],
             "parallel.llm.cp: 3 does not divide the 4 heads of a rank",
+        ),
+        (
+            ["parallel.llm={cp: 4}", f"model.llm.delta_net={DELTA_NET}", "model.llm.full_attention_blocks=[1]"],
+            "parallel.llm.cp: 4 does not divide the 2 key heads of a rank's gated DeltaNets (model.llm.delta_net."
+            "key_heads 2, parallel.llm.tp 1); allowed: 1, 2 (cp_method ring is not possible: model.llm.delta_net: ",
+        ),
+        (
+            ["parallel.llm={cp: 2, tp: 2}", f"model.llm.delta_net={DELTA_NET}", "model.llm.full_attention_blocks=[1]"],
+            "parallel.llm.cp: 2 does not divide the 1 key heads of a rank's gated DeltaNets",
+        ),
+        (
+            [
+                "parallel.llm={cp: 2, cp_method: ring}",
+                f"model.llm.delta_net={DELTA_NET}",
+                "model.llm.full_attention_blocks=[1]",
+            ],
+            "parallel.llm.cp_method: found ring, allowed: ulysses or auto (model.llm.delta_net: the state of a head",
         ),
         (
             ["parallel.placement=unified", "parallel.vision.dp=2", "parallel.llm={dp: 2, cp: 2}"],

@@ -196,6 +196,7 @@ def test_every_family_is_compared_with_transformers() -> None:
         "qwen3_omni_moe",
         "qwen3_vl",
         "qwen3_vl_moe",
+        "smolvlm",
         "llava_next",
         "llava_onevision",
     }  # test files

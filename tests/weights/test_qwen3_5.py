@@ -170,9 +170,11 @@ def test_what_is_not_supported_is_said(changes: dict[str, Any], message: str, tm
         recipe_from(_folder(tmp_path / "model", **changes))
 
 
-def test_ranks_cannot_share_sequences(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"parallel.llm.cp: found 2, allowed with model.llm.delta_net: 1 \(the state"):
-        recipe_from(_folder(tmp_path / "model"), "parallel.llm={cp: 2}")
+def test_key_heads_limit_context_parallelism(tmp_path: Path) -> None:
+    folder = _folder(tmp_path / "model", linear_num_key_heads=4, num_attention_heads=8, num_key_value_heads=8)
+    recipe_from(folder, "data.seq_len=20000", "parallel.llm={cp: 2, tp: 2}")
+    with pytest.raises(RecipeError, match=r"parallel.llm.cp: 4 does not divide the 2 key heads .*; allowed: 1, 2 \("):
+        recipe_from(folder, "data.seq_len=20000", "parallel.llm={cp: 4, tp: 2}")
 
 
 def test_key_heads_limit_tensor_parallelism(tmp_path: Path) -> None:

@@ -1,16 +1,18 @@
-"""Attention of tokens whose sequences lie on several ranks.
+"""Mixers of tokens whose sequences lie on several ranks.
 
 Sequences that are whole on a rank need no other rank. Of those that are cut, by `ulysses` (arXiv 2309.14509) an
-all-to-all gives every rank all tokens for some of the heads; by `ring` keys and values go round.
+all-to-all gives every rank all tokens for some of the heads; by `ring` keys and values go round. Mixers whose heads
+have a state that passes from token to token can only exchange heads.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from mmtrain.models.attention.backends import attend
@@ -93,8 +95,8 @@ def _exchange(
 
 
 @dataclass(frozen=True, eq=False)
-class SharedAttention:
-    """Attends from a rank's share of the tokens of a microbatch; all blocks of a stage use one object."""
+class SharedMixing:
+    """Mixes a rank's share of the tokens of a microbatch; all blocks of a stage use one object."""
 
     share: ContextShare
     group: dist.ProcessGroup  # of the ranks that share the sequences
@@ -117,6 +119,11 @@ class SharedAttention:
             tables |= self.cut_layout.host_tables(backend)
         return tables
 
+    def host_chunk_tables(self) -> HostTables:
+        """Compute the tables that the gated delta rule needs of these sequences on the device."""
+        tables = self.whole_layout.host_chunk_tables() if self.whole_layout.num_tokens else {}
+        return tables | (self.cut_layout.host_chunk_tables() if self.cut_layout.num_tokens else {})
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
         """Attend: q (T, heads, d), k and v (T, kv_heads, d) -> (T, heads, d); T may count rows of padding at the end.
 
@@ -135,19 +142,56 @@ class SharedAttention:
             parts.append((q[:0].sum() + k[:0].sum() + v[:0].sum()) * q[:0])  # projections get a gradient of zero
         return torch.cat(parts)
 
+    def mix(self, x: Tensor, mix_heads: Callable[[Tensor, SequenceLayout, slice], Tensor]) -> Tensor:
+        """Mix tokens by each head alone: x (T, heads, d) -> (T, heads, d'); T may count rows of padding at the end.
+
+        All ranks of the group call this together where any sequence is cut, also those without tokens of one.
+
+        mix_heads: of n tokens of some heads (n, h, d), how their sequences lie and which heads these are, (n, h, d').
+        """
+        assert self.share.method == "ulysses", "the recipe's checks allow no ring for states of heads"
+        num_heads, rank = x.shape[1], self.share.rank
+        num_whole, num_cut = self.share.num_whole_tokens, self.share.num_cut_tokens[rank]
+        parts = []
+        has_cut = self.cut_layout.num_tokens > 0
+        if num_whole or not has_cut:  # of no tokens at all, so that weights get a gradient of zero
+            # A slice beside copies of other tokens would keep these too until backward.
+            whole = x[:num_whole].clone() if has_cut else x[:num_whole]
+            parts.append(mix_heads(whole, self.whole_layout, slice(0, num_heads)))
+        if has_cut:
+            num_own = num_heads // self.group.size()
+            own_heads = slice(rank * num_own, (rank + 1) * num_own)
+            heads = self._exchange_for_heads(x[num_whole : num_whole + num_cut])
+            parts.append(self._exchange_for_tokens(mix_heads(heads, self.cut_layout, own_heads)))
+        num_padding_rows = len(x) - num_whole - num_cut
+        return F.pad(torch.cat(parts), (0, 0, 0, 0, 0, num_padding_rows))
+
     def _attend_by_heads(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
         """Exchange tokens for heads, attend inside whole sequences, and exchange back."""
-        cp, counts, num_tokens = self.group.size(), self.share.num_cut_tokens, len(q)
+        cp = self.group.size()
         if k.shape[1] < cp:  # several ranks need the same head
             k, v = (x.repeat_interleave(cp // x.shape[1], dim=1) for x in (k, v))
-        by_rank = torch.cat([_by_rank(x, cp) for x in (q, k, v)], dim=2).transpose(0, 1).flatten(0, 1)
-        # Ranks hold consecutive runs of the cut sequences, so what they send, in their order, are these sequences.
-        heads = exchange_rows(by_rank, (num_tokens,) * cp, counts, self.group)
         num_heads, num_kv_heads = q.shape[1] // cp, k.shape[1] // cp
+        heads = self._exchange_for_heads(q, k, v)
         own_q, own_k, own_v = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)
-        out = attend(own_q, own_k, own_v, self.cut_layout, options)
-        returned = exchange_rows(out, counts, (num_tokens,) * cp, self.group)
-        return returned.view(cp, num_tokens, num_heads, q.shape[2]).transpose(0, 1).flatten(1, 2)
+        return self._exchange_for_tokens(attend(own_q, own_k, own_v, self.cut_layout, options))
+
+    def _exchange_for_heads(self, *tensors: Tensor) -> Tensor:
+        """Exchange this rank's tokens of cut sequences, (n, heads, d), for all tokens of its heads of each tensor.
+
+        Returns (N, heads of all tensors / cp, d).
+        """
+        cp = self.group.size()
+        by_rank = torch.cat([_by_rank(x, cp) for x in tensors], dim=2).transpose(0, 1).flatten(0, 1)
+        # Ranks hold consecutive runs of the cut sequences, so what they send, in their order, are these sequences.
+        return exchange_rows(by_rank, (len(tensors[0]),) * cp, self.share.num_cut_tokens, self.group)
+
+    def _exchange_for_tokens(self, heads: Tensor) -> Tensor:
+        """Exchange all tokens of this rank's heads, (N, heads / cp, d), for all heads of its tokens, (n, heads, d)."""
+        cp, counts = self.group.size(), self.share.num_cut_tokens
+        num_tokens = counts[self.share.rank]
+        returned = exchange_rows(heads, counts, (num_tokens,) * cp, self.group)
+        return returned.view(cp, num_tokens, *heads.shape[1:]).transpose(0, 1).flatten(1, 2)
 
     def _attend_in_ring(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
         assert options.causal, "the recipe's checks allow rings for causal attention alone"

@@ -35,6 +35,10 @@ class DeltaWeights(NamedTuple):
     step_bias: Tensor  # (G, ratio)
     norm: Tensor  # (value width,), the same for all heads
 
+    def of_heads(self, heads: slice) -> "DeltaWeights":
+        """Return the parameters of some key heads."""
+        return DeltaWeights(self.taps[heads], self.decay_log[heads], self.step_bias[heads], self.norm)
+
 
 @dataclass(frozen=True)
 class DeltaWidths:
@@ -76,6 +80,9 @@ class _Heads(NamedTuple):
 
 def mix_samples(x: Tensor, weights: DeltaWeights, widths: DeltaWidths, chunks: SampleChunks) -> Tensor:
     """Mix the tokens of each sample: (T, G, inputs) to (T, G, outputs)."""
+    if not len(x):
+        nothing = torch.stack([parameter.sum() for parameter in weights]).sum() * 0  # gives parameters a gradient
+        return x[..., : widths.outputs] + nothing
     out: Tensor = _Mixed.apply(x, widths, chunks, *weights)  # type: ignore[no-untyped-call]
     return out
 
@@ -117,7 +124,7 @@ class _Mixed(torch.autograd.Function):
         ctx.widths, ctx.chunks = widths, chunks
         out = x.new_empty(*x.shape[:2], widths.outputs)
         for heads in _heads_at_once(x, widths):
-            out[:, heads] = mix_and_keep_state(x[:, heads], _of_heads(weights, heads), widths, chunks)[0]
+            out[:, heads] = mix_and_keep_state(x[:, heads], weights.of_heads(heads), widths, chunks)[0]
         return out
 
     @staticmethod
@@ -129,7 +136,7 @@ class _Mixed(torch.autograd.Function):
             torch.zeros_like(tensor) if needed else None for tensor, needed in zip((x, *weights), needs, strict=True)
         ]
         for heads in _heads_at_once(x, ctx.widths):
-            parts = (x[:, heads], *_of_heads(weights, heads))
+            parts = (x[:, heads], *weights.of_heads(heads))
             leaves = [part.detach().requires_grad_(needed) for part, needed in zip(parts, needs, strict=True)]
             with torch.enable_grad():
                 out, _ = mix_and_keep_state(leaves[0], DeltaWeights(*leaves[1:]), ctx.widths, ctx.chunks)
@@ -158,10 +165,6 @@ def _heads_at_once(x: Tensor, widths: DeltaWidths) -> list[slice]:
     num_tokens, num_heads = x.shape[:2]
     number = max(1, DELTA_HEAD_TOKENS // max(num_tokens * widths.ratio, 1))
     return [slice(first, min(first + number, num_heads)) for first in range(0, num_heads, number)]
-
-
-def _of_heads(weights: DeltaWeights, heads: slice) -> DeltaWeights:
-    return DeltaWeights(weights.taps[heads], weights.decay_log[heads], weights.step_bias[heads], weights.norm)
 
 
 def _convolve(x: Tensor, taps: Tensor, places: Tensor) -> Tensor:

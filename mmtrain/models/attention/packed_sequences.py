@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmtrain.models.attention import SequenceLayout
-from mmtrain.models.attention.context_parallel import SharedAttention
+from mmtrain.models.attention.context_parallel import SharedMixing
 from mmtrain.models.attention.kv_cache import KVCache
 from mmtrain.models.kernels.rotary_positions import RotaryTables
 
@@ -40,7 +40,7 @@ class PackedSequences:
     layout: SequenceLayout
     rope: RotaryTables | None = None  # rotary positions; None for models without them
     kv_cache: KVCache | None = None  # earlier tokens of the same sequences, while the model generates
-    context: SharedAttention | None = None  # of tokens whose sequences lie on several ranks
+    context: SharedMixing | None = None  # of tokens whose sequences lie on several ranks
     window: int = 0  # tokens that a token of a causal block attends to, itself and earlier ones; 0: all
     num_padding_rows: int = 0  # at the end
     token_weight: float = 0.0  # of a token in means over the global batch

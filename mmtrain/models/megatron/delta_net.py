@@ -63,13 +63,18 @@ class DeltaNetMixer(nn.Module):
 
     def mix(self, packing: PackedSequences, x: Tensor) -> tuple[Tensor]:
         """Mix the tokens of each sample, from a state of zeros at its start: (T, 1, values of this rank)."""
-        assert packing.context is None, "`check_delta_net` rejects ranks that share sequences"
         heads = x.view(len(x), self.num_heads, -1)
         if packing.kv_cache is not None:
             out = self._mix_and_cache(heads, packing.layout, packing.kv_cache)
+        elif packing.context is not None:
+            out = packing.context.mix(heads, self._mix_heads)
         else:
-            out = mix_samples(heads, self._weights(), self.widths, packing.layout.sample_chunks(x.device))
+            out = self._mix_heads(heads, packing.layout, slice(0, self.num_heads))
         return (out.flatten(1).unsqueeze(1),)
+
+    def _mix_heads(self, x: Tensor, layout: SequenceLayout, heads: slice) -> Tensor:
+        """Mix (T, heads, inputs) of some key heads of this rank."""
+        return mix_samples(x, self._weights().of_heads(heads), self.widths, layout.sample_chunks(x.device))
 
     def _weights(self) -> DeltaWeights:
         of_heads = (self.num_heads, -1)

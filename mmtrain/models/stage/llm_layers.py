@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmtrain.models.attention import SequenceLayout
-from mmtrain.models.attention.context_parallel import SharedAttention, exchange_rows
+from mmtrain.models.attention.context_parallel import SharedMixing, exchange_rows
 from mmtrain.models.attention.index_tables import HostTables, brought_or_computed
 from mmtrain.models.attention.packed_sequences import PackedSequences
 from mmtrain.models.kernels.rotary_positions import RotaryTables, Rotation, look_up_rotations, rotate_by_axes
@@ -59,19 +59,19 @@ class TextContext:
             self._layout,
             rope,
             self.inputs.kv_cache,
-            self.context_attention,
+            self.shared_mixing,
             token_weight=self.inputs.token_weight,
             query_factors=self._query_factors(),
             token_keys=self.inputs.token_keys,
         )
 
     @cached_property
-    def context_attention(self) -> SharedAttention | None:
-        """How tokens attend whose sequences lie on several ranks."""
+    def shared_mixing(self) -> SharedMixing | None:
+        """How tokens are mixed whose sequences lie on several ranks."""
         if self.inputs.context is None:
             return None
         assert self.cp_group is not None, "ranks that share sequences have a group"
-        return SharedAttention(self.inputs.context, self.cp_group, self.inputs.tables)
+        return SharedMixing(self.inputs.context, self.cp_group, self.inputs.tables)
 
     def exchanged(self, unit: str, features: Tensor) -> Tensor:
         """Return an encoder's rows for this rank's tokens, of those (F, width) that it sent to the ranks."""

@@ -248,16 +248,19 @@ class StageModule(nn.Module):
         shapes = [self.shape.layers[index] for index in self.indices]
         layouts = {layout.name: layout for layout in map(context.block_layout, filter(_is_block, shapes))}
         tables = context.index_tables() if layouts else {}
-        shared_attention = context.context_attention if isinstance(context, TextContext) else None
-        if layouts and shared_attention is not None:
-            tables |= shared_attention.host_tables(self.factory.attention)
+        shared = context.shared_mixing if isinstance(context, TextContext) else None
+        has_delta_nets = any(isinstance(shape.mixer, GatedDeltaNet) for shape in shapes)
+        if layouts and shared is not None:
+            tables |= shared.host_tables(self.factory.attention)
+            if has_delta_nets:
+                tables |= shared.host_chunk_tables()
             layouts = {}  # nothing attends inside pieces of sequences
         for layout in layouts.values():
             num_tokens = layout.num_tokens
             num_padding_rows = self.factory.num_padding_rows(num_tokens) if self.factory.sequence_parallel else 0
             run_layout = layout.padded(num_padding_rows) if num_padding_rows else layout
             tables |= run_layout.host_tables(self.factory.attention)
-            if any(isinstance(shape.mixer, GatedDeltaNet) for shape in shapes):
+            if has_delta_nets:
                 tables |= run_layout.host_chunk_tables()
         for layer in self.layers.values():
             if isinstance(layer, TableUser):

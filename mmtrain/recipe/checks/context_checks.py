@@ -27,25 +27,17 @@ def check_context_parallelism(recipe: Recipe) -> Iterator[Problem]:
     if recipe.model.generator is not None:
         text = f"found {degrees.cp}, allowed with model.generator: 1 (the queries of an image lie on one rank)"
         yield Problem((*_PATH, "cp"), text)
-    if recipe.model.llm.delta_net is not None:
-        text = (
-            f"found {degrees.cp}, allowed with model.llm.delta_net: 1 (the state of a sample's heads passes from token "
-        )
-        yield Problem((*_PATH, "cp"), text + "to token, so all of the sample lies on one rank)")
-        return
-    ring_problem, ulysses_problem = _ring_problem(recipe), _ulysses_problem(recipe, degrees.cp, degrees.tp or 1)
+    tp = degrees.tp or 1
+    ring_problem, ulysses_problem = _ring_problem(recipe), _ulysses_problem(recipe, degrees.cp, tp)
     if degrees.cp_method == "ring" and ring_problem:
         yield Problem((*_PATH, "cp_method"), f"found ring, allowed: ulysses or auto ({ring_problem})")
-    elif degrees.cp_method == "ulysses" and ulysses_problem:
-        yield Problem((*_PATH, "cp"), f"{ulysses_problem}; use another cp, or parallel.llm.cp_method ring")
-    elif degrees.cp_method == "auto" and ring_problem and ulysses_problem:
-        yield Problem((*_PATH, "cp"), f"{ulysses_problem}, and cp_method ring is not possible ({ring_problem})")
+    elif ulysses_problem and (ring_problem or degrees.cp_method == "ulysses"):
+        ring = f"cp_method ring is not possible: {ring_problem}" if ring_problem else "any with cp_method ring"
+        yield Problem((*_PATH, "cp"), f"{ulysses_problem}; allowed: {_ulysses_degrees(recipe, tp)} ({ring})")
 
 
 def context_methods(recipe: Recipe, tp: int, cp: int) -> tuple[Literal["ulysses", "ring"], ...]:
     """Return by which methods `cp` ranks may share the LLM's sequences beside `tp`-way tensor parallelism."""
-    if recipe.model.llm.delta_net is not None:
-        return ()
     is_ring_possible = _ring_problem(recipe) is None
     if _ulysses_problem(recipe, cp, tp) is not None:
         return ("ring",) if is_ring_possible else ()
@@ -59,7 +51,15 @@ def _ring_problem(recipe: Recipe) -> str | None:
         return f"model.llm.window {llm.window}: blocks with a sliding window"
     if llm.image_attention != "causal":
         return f"model.llm.image_attention {llm.image_attention}: tokens of an image see later ones"
+    if llm.delta_net is not None:
+        return "model.llm.delta_net: the state of a head passes from token to token"
     return None
+
+
+def _ulysses_degrees(recipe: Recipe, tp: int) -> str:
+    """Return the degrees by which ranks can share the heads of a rank, as text."""
+    degrees = range(1, recipe.model.llm.heads // tp + 1)
+    return ", ".join(str(cp) for cp in degrees if _ulysses_problem(recipe, cp, tp) is None)
 
 
 def _ulysses_problem(recipe: Recipe, cp: int, tp: int) -> str | None:
@@ -76,4 +76,10 @@ def _ulysses_problem(recipe: Recipe, cp: int, tp: int) -> str | None:
         local_kv_heads = max(kv_heads // tp, 1)
         if local_kv_heads % cp and cp % local_kv_heads:
             return f"{cp} neither divides nor is a multiple of the {local_kv_heads} key and value heads of a rank"
+    if llm.delta_net is None or llm.delta_net.key_heads % tp:
+        return None
+    key_heads = llm.delta_net.key_heads // tp
+    if key_heads % cp:
+        of_model = f"model.llm.delta_net.key_heads {llm.delta_net.key_heads}, parallel.llm.tp {tp}"
+        return f"{cp} does not divide the {key_heads} key heads of a rank's gated DeltaNets ({of_model})"
     return None

@@ -171,6 +171,7 @@ def _location(error: PydanticError) -> KeyPath:
 # What looks like a setting because an option of the command line counts in it, or other sections have one.
 _NO_SETTINGS: Mapping[KeyPath, str] = {
     ("train", "optimizer", "name"): "the optimizer is AdamW; train.optimizer.moments: bf16 makes its state smaller",
+    ("train", "mtp"): "blocks that predict further tokens (mtp.*) are not trained; export copies those of model.hf",
     ("cluster", "nodes"): "set cluster.ranks, the ranks of all nodes; `plan --cluster h100-80g:nodes=8` counts them",
 }
 

@@ -102,14 +102,15 @@ class LlmParallel(UnitParallel):
         None,
         affects={"plan"},
         description="Context-parallel degree: ranks that share the sequences of every microbatch. Each computes some "
-        "of the tokens, and they exchange what attention needs.",
+        "of the tokens, and they exchange what attention and gated DeltaNets need.",
     )
     cp_method: Literal["auto", "ulysses", "ring"] = setting(
         "auto",
         affects={"plan"},
         description="How ranks that share a sequence attend. `ulysses`: an all-to-all gives each of them some of the "
-        "heads of all tokens; cp divides heads / tp. `ring`: keys and values go round the ranks; not for windows or "
-        "images whose tokens see each other. `auto`: `ulysses` where the heads allow it.",
+        "heads of all tokens; cp divides heads / tp, and key heads / tp of gated DeltaNets. `ring`: keys and values go "
+        "round the ranks; not for windows, gated DeltaNets or images whose tokens see each other. `auto`: `ulysses` "
+        "where the heads allow it.",
     )
     cp_split: Literal["auto", "even"] = setting(
         "auto",
