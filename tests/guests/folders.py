@@ -1,9 +1,13 @@
 """Tiny models of architectures that no family covers, written by `transformers`, with a tokenizer and conversations."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from torch import nn
+
+from tests.flow.tiny_families import TINY_FAMILIES
+from tests.models.factory import randomize
 
 VOCAB = 512
 
@@ -83,3 +87,14 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "gpt2": gpt2,
     "mamba": mamba,
 }
+
+
+def write_folder(name: str, folder: Path) -> nn.Module:
+    """Write a model with the tokenizer and the conversations of a tiny Llama; return it."""
+    TINY_FAMILIES["llama"].write(folder)
+    for file in ("config.json", "generation_config.json", "model.safetensors"):
+        (folder / file).unlink()
+    model = MODELS[name]()
+    randomize(model)
+    model.eval().save_pretrained(folder)
+    return model
