@@ -76,15 +76,18 @@ def _attend_packed(
     value: Tensor,
     attention_mask: PackedMask | Tensor | None,
     scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **_: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attend in one row of packed samples: (1, heads, T, d) -> (1, T, heads, d), as `transformers` calls it."""
+    """Attend in one row of packed samples: (1, heads, T, d) -> (1, T, heads, d), as `transformers` calls it.
+
+    options: what single models pass beside that: `sliding_window`, `softcap` on scores, `s_aux` for sinks.
+    """
     attend = _ATTEND.get()
     assert attend is not None, f"{type(module).__name__} runs outside of `attending`"
-    window = attention_mask.window if isinstance(attention_mask, PackedMask) else sliding_window or 0
+    window = options.get("sliding_window") or 0
+    if isinstance(attention_mask, PackedMask):
+        window = attention_mask.window
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    out = attend(q, k, v, window=window, scale=scaling, score_cap=softcap, sinks=s_aux)
+    cap, sinks = options.get("softcap"), options.get("s_aux")
+    out = attend(q, k, v, window=window, scale=scaling, score_cap=cap, sinks=sinks)
     return out[None], None

@@ -3,8 +3,6 @@
 The room imports `transformers`, so it is imported where one is built.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +10,7 @@ from mmtrain.models.shapes.model_shape import ModelShape
 from mmtrain.recipe.settings.model_settings import ModelSettings
 
 if TYPE_CHECKING:
+    from mmtrain.guests import GuestNames
     from mmtrain.models.megatron import LayerFactory
     from mmtrain.models.stage.guest_stage import GuestStage
     from mmtrain.models.stage.stage_module import StageSpec
@@ -19,26 +18,14 @@ if TYPE_CHECKING:
 GUEST_PREFIX = "llm.guest."  # of the plan-independent names of parameters, before the names of `transformers`
 
 
-@dataclass(frozen=True)
-class GuestParameters:
-    """The parameters of a guest, by their names in `transformers`."""
-
-    shapes: Mapping[str, tuple[int, ...]]
-    copies: Mapping[str, str]  # names of tied ones -> the name under which they are in `shapes`
-    base: str  # name of the part that makes hidden states; older folders leave it out of names
-    model: str  # its class
-    version: str  # of `transformers`
-
-
-def guest_parameters(folder: Path) -> GuestParameters:
+def guest_parameters(folder: Path) -> "GuestNames":
     """Return the parameters of the model in a folder.
 
     Raises UserError and ModelFolderError for a model that is no guest; see `mmtrain.guests.guest_names`.
     """
     from mmtrain.guests import guest_names
 
-    names = guest_names(folder)
-    return GuestParameters(names.parameters, names.copies, names.base, names.model, names.version)
+    return guest_names(folder)
 
 
 def build_guest_stage(
@@ -46,9 +33,9 @@ def build_guest_stage(
 ) -> "GuestStage":
     """Build the whole LLM as one stage, with uninitialized weights. Raises as `guest_parameters`."""
     from mmtrain.guests import PACKED_ATTENTION, attending, build_guest
-    from mmtrain.models.stage.guest_stage import GuestStage
+    from mmtrain.models.stage.guest_stage import GuestParts, GuestStage
 
     assert settings.hf is not None, "a guest starts from a folder"
     modules = build_guest(settings.hf, factory.dtype)
     packs = attending if modules.attention == PACKED_ATTENTION else None
-    return GuestStage(settings, shape, spec, factory, modules.model, modules.blocks, modules.base, packs)
+    return GuestStage(settings, shape, spec, factory, GuestParts(modules.model, modules.blocks, modules.base, packs))

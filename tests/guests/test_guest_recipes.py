@@ -13,6 +13,7 @@ from mmtrain.extras import GUESTS
 from mmtrain.guests import open_guest
 from mmtrain.weights import describe_guest, open_pretrained
 from tests.guests.folders import MODELS, VOCAB, write_folder
+from tests.weights.comparison import unit_stage
 from tests.weights.pretrained import llama, recipe_from, save
 
 
@@ -122,6 +123,15 @@ def test_tensors_that_are_not_those_of_the_modules_are_named(olmo2: Path) -> Non
     save_file(stored, olmo2 / "model.safetensors")
     with pytest.raises(ModelFolderError, match=r"model\.norm\.weight: missing"):
         open_pretrained(recipe_from(olmo2))
+
+
+def test_older_folders_leave_the_name_of_the_base_out(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = save(MODELS["gpt2"](), tmp_path / "model")
+    stored = load_file(folder / "model.safetensors")
+    save_file({name.removeprefix("transformer."): stored[name] for name in stored}, folder / "model.safetensors")
+    unit_stage(recipe_from(folder))
 
 
 def test_a_tied_matrix_with_other_values_is_refused(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ found before the first step (`choose_packing`), and gets a row for each sample.
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -37,6 +38,23 @@ CHECKED_LENGTHS = (37, 29)  # tokens of the two samples of `choose_packing`
 _MAX_DIFFERENCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
 
 
+@dataclass(frozen=True)
+class GuestParts:
+    """The modules of a guest.
+
+    Attributes:
+        model: makes logits of ids.
+        blocks: names of its blocks, in order.
+        base: name of the part that makes hidden states.
+        attending: sets what attends inside samples; None for a model whose attention is its own.
+    """
+
+    model: nn.Module
+    blocks: Sequence[str]
+    base: str
+    attending: AttendingContext | None
+
+
 class GuestStage(StageModule):
     """The whole LLM as one stage. Its layers are those of the model's own modules."""
 
@@ -46,10 +64,7 @@ class GuestStage(StageModule):
         shape: ModelShape,
         spec: StageSpec,
         factory: "LayerFactory",
-        model: nn.Module,
-        blocks: Sequence[str],
-        base: str,
-        attending: AttendingContext | None,
+        parts: GuestParts,
     ) -> None:
         """Take the modules of a guest.
 
@@ -58,23 +73,20 @@ class GuestStage(StageModule):
             shape: of the planned model, whose layers stand for the guest's.
             spec: all layers of the LLM.
             factory: says in which type and with which kernels stages compute.
-            model: makes logits of ids.
-            blocks: names of its blocks.
-            base: name of the part that makes hidden states.
-            attending: sets what attends inside samples; None for a model whose attention is its own.
+            parts: the modules.
         """
         nn.Module.__init__(self)
         self.unit, self.shape, self.factory = spec.unit, shape.unit(spec.unit), factory
         self.indices, self.recompute, self.offloaded = range(*spec.layers), spec.recompute, frozenset()
         assert self.indices == range(len(self.shape.layers)), "a guest is one stage"
         self._settings, self._is_tied = settings, False
-        self._base, self._attending = base, attending
-        config: Any = model.config
+        self._base, self._attending = parts.base, parts.attending
+        config: Any = parts.model.config
         self._own_attention = config._attn_implementation
         self.layers = nn.ModuleDict()  # none of ours
-        self.guest = model
-        self.blocks = [model.get_submodule(name) for name in blocks]
-        self.packing: Packing = "packed" if attending is not None else "masked"
+        self.guest = parts.model
+        self.blocks = [parts.model.get_submodule(name) for name in parts.blocks]
+        self.packing: Packing = "packed" if parts.attending is not None else "masked"
         self.packing_note: str | None = None  # where samples do not lie as ours do
         for number in self.recompute:
             if 0 < number <= len(self.blocks):
@@ -264,16 +276,16 @@ def _packing_note(packing: Packing, differences: Mapping[Packing, float], name: 
     """Say how samples lie where they do not lie as ours do."""
     if packing == "packed":
         return None
-    told = ", ".join(f"{difference:.2g}" for difference in differences.values())
+    amounts = ", ".join(f"{difference:.2g}" for difference in differences.values())
     if packing == "masked":
         return (
             f"guest: samples are packed with the attention of transformers, whose masks grow with the square of a "
-            f"microbatch's tokens: {name} does not attend as our attention does (loss differs by up to {told})"
+            f"microbatch's tokens: {name} does not attend as our attention does (loss differs by up to {amounts})"
             if len(differences) > 1
             else f"guest: samples are packed with the attention of {name} itself"
         )
     return (
         f"guest: every sample gets a row of its own, padded to the longest of its microbatch: {name} mixes tokens of "
-        f"packed samples (loss differs by up to {told}). Plans count no padding: `data.pad: true` with `data.grouping: "
+        f"packed samples (loss differs by up to {amounts}). Plans count no padding: `data.pad: true` with `data.grouping: "
         "length` does, and keeps it small"
     )
