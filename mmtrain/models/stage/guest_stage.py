@@ -277,15 +277,15 @@ def _packing_note(packing: Packing, differences: Mapping[Packing, float], name: 
     if packing == "packed":
         return None
     amounts = ", ".join(f"{difference:.2g}" for difference in differences.values())
+    if packing == "masked" and len(differences) == 1:
+        return f"guest: samples are packed with the attention of {name} itself"
     if packing == "masked":
         return (
-            f"guest: samples are packed with the attention of transformers, whose masks grow with the square of a "
+            "guest: samples are packed with the attention of transformers, whose masks grow with the square of a "
             f"microbatch's tokens: {name} does not attend as our attention does (loss differs by up to {amounts})"
-            if len(differences) > 1
-            else f"guest: samples are packed with the attention of {name} itself"
         )
     return (
         f"guest: every sample gets a row of its own, padded to the longest of its microbatch: {name} mixes tokens of "
-        f"packed samples (loss differs by up to {amounts}). Plans count no padding: `data.pad: true` with `data.grouping: "
-        "length` does, and keeps it small"
+        f"packed samples (loss differs by up to {amounts}). Plans count no padding: `data.pad: true` with "
+        "`data.grouping: length` does, and keeps it small"
     )
