@@ -20,6 +20,7 @@ _SIZE_KEYS = {
     "layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
     "vocab": ("vocab_size",),
 }
+_CAUSAL = ("ForCausalLM", "LMHeadModel")  # what classes of `transformers` for causal language modeling end in
 _WIDTH_KEYS = ("intermediate_size", "ffn_hidden_size", "n_inner", "ffn_dim")
 _HEADS_KEYS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
 _USUAL_HEAD_DIM = 64  # of models whose config has no heads (Mamba)
@@ -42,6 +43,13 @@ def read_guest(config: Mapping[str, Any], folder: Path) -> tuple[Family, FolderS
         raise ModelFolderError(
             f"{folder}: {sections[0]}: a guest, a model whose modules are those of transformers, is a text model so "
             "far, and this one has parts of its own for other media"
+        )
+    stated = config.get("architectures")
+    architecture = stated[0] if isinstance(stated, list) and stated else None
+    if not (isinstance(architecture, str) and architecture.endswith(_CAUSAL)):
+        raise ModelFolderError(
+            f"{folder}: architectures: found {architecture!r}; a guest has a language head, and its class ends in "
+            f"{' or '.join(_CAUSAL)}"
         )
     if not isinstance(config.get("model_type"), str):
         raise ModelFolderError(f"{folder}: model_type is missing, by which transformers finds the classes of a guest")

@@ -91,6 +91,7 @@ def test_a_guest_needs_a_folder(olmo2: Path) -> None:
         ({"vision_config": {"hidden_size": 4}}, "vision_config: a guest, .* is a text model so far"),
         ({"quantization_config": {"bits": 4}}, "quantized weights cannot be trained"),
         ({"model_type": None}, "model_type is missing"),
+        ({"architectures": ["Olmo2Model"]}, "a guest has a language head, and its class ends in ForCausalLM"),
     ],
 )
 def test_folders_of_no_guest_are_refused_with_the_recipe(changes: dict[str, Any], message: str, olmo2: Path) -> None:
@@ -103,8 +104,8 @@ def test_folders_of_no_guest_are_refused_with_the_recipe(changes: dict[str, Any]
     ("changes", "message"),
     [
         ({"model_type": "olmo99"}, "transformers .* cannot read the config"),
-        ({"architectures": ["Olmo2Model"]}, "has no language head .*allowed: Olmo2ForCausalLM"),
-        ({"model_type": "vit", "architectures": ["ViTModel"]}, "has no language head .*no class of its kind"),
+        ({"architectures": ["Olmo9ForCausalLM"]}, "has no language head .*allowed: Olmo2ForCausalLM"),
+        ({"model_type": "vit", "architectures": ["ViTForCausalLM"]}, "has no language head .*no class of its kind"),
         ({"hidden_size": 49}, "cannot build olmo2|are not those of its config.json"),
     ],
 )
