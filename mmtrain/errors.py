@@ -14,6 +14,7 @@
     `-- UserError                exit 2   the input is wrong; the message says what, where and what to do
         |-- RecipeError          exit 2   problems in a recipe, all of them at once
         |-- ModelFolderError     exit 2   a folder with a pretrained model cannot be used
+        |   `-- UnknownModelError exit 2   its model is of no family that is known
         |-- DataError            exit 2   a data source cannot be used at all
         |   `-- HostileFileError exit 2   reading a file ended a process, or took more than it may
         |-- PlanError            exit 2   no plan fits, or a plan does not match its recipe or hardware
@@ -96,6 +97,10 @@ class RecipeError(UserError):
 
 class ModelFolderError(UserError):
     """A folder with a pretrained model cannot be used."""
+
+
+class UnknownModelError(ModelFolderError):
+    """The folder of a pretrained model holds one of no family that is known."""
 
 
 class DataError(UserError):

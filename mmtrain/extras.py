@@ -72,8 +72,15 @@ HUB = Extra(
     "models that are named as on the hub, and exports to it",
     used_by=("inspect", "plan", "simulate", "report", "train", "profile", "chat", "export"),
 )
+GUESTS = Extra(
+    "transformers",
+    {"transformers": "transformers"},
+    "models that no family covers (guests)",
+    used_by=("plan", "simulate", "report", "train", "profile", "verify", "evaluate", "chat", "export"),
+)
 EXTRAS = (
     TRAIN,
+    GUESTS,
     SERVE,
     Extra(
         "audio",

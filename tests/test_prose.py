@@ -23,6 +23,7 @@ PAGES = [
     "docs/architecture.md",
     "docs/benchmarks.md",
     "docs/models.md",
+    "docs/guests.md",
     "docs/papers.md",
     "docs/reliability.md",
     "docs/running.md",

@@ -10,6 +10,7 @@ from mmtrain.errors import UserError
 from mmtrain.families.folder_files import CONFIG_FILE
 from mmtrain.families.hub_models import is_model_of_hub
 from mmtrain.recipe import Recipe, load_recipe
+from mmtrain.recipe.checks.guest_checks import require_own_modules
 from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, RECIPE_FILE, load_run_recipe
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ def open_dialogue(
         recipe, weights = _open_run(Path(model), checkpoint)
     else:
         recipe, weights = _open_folder(model, checkpoint)
+    require_own_modules(recipe, "chat")
     world = start_own_world()
     tokenizer = load_recipe_tokenizer(recipe)
     generator = load_generator(recipe, whole_model(recipe, 1), world, weights, tokenizer)

@@ -46,8 +46,10 @@ def profile(
     from mmtrain.cli.options import require_writable
     from mmtrain.errors import UserError, writing
     from mmtrain.recipe import load_recipe
+    from mmtrain.recipe.checks.guest_checks import require_own_modules
 
     settings = load_recipe(recipe, overrides).recipe  # report a wrong recipe before torch loads
+    require_own_modules(settings, "profile")
     if settings.data.seq_len == "auto":
         raise UserError(
             "data.seq_len: auto says not up to which size of groups to measure layers; set the largest that plans may "

@@ -41,6 +41,7 @@ from mmtrain.report.plain_text import render_text
 from mmtrain.report.plan_difference_table import difference_json, difference_table
 from mmtrain.report.run_cost import states_costs
 from mmtrain.report.scaling import LimitedRun, choice_text, scaling_json, scaling_rows, scaling_table
+from mmtrain.weights import describe_guest
 
 if TYPE_CHECKING:
     from mmtrain.runtime.profiling.launched_ranks import LaunchedRanks
@@ -205,6 +206,7 @@ def run_plan(options: PlanOptions) -> None:
                 _require_price(run, settings)
             started = started_ranks(settings, ranks)
             require_costs(settings)
+            guest = describe_guest(settings)
             lengths = index_recipe(settings).lengths
             if gpu_counts is not None:
                 limited_run = _limited_run(run, with_steps_of_epochs(settings, lengths))
@@ -224,6 +226,8 @@ def run_plan(options: PlanOptions) -> None:
             else:
                 as_json = planned.plan.model_dump_json(indent=2) if run.as_json else None
                 typer.echo(as_json or _plan_text(planned, run, settings, lengths))
+                if guest is not None and as_json is None:
+                    typer.echo(guest)
             if emitted is not None and run.emit_to is not None:
                 _write_emitted(emitted, run, run.emit_to)
             if run.out is not None:

@@ -16,11 +16,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from mmtrain.errors import ModelFolderError
+from mmtrain.errors import ModelFolderError, UnknownModelError
 from mmtrain.families.config_section import ConfigSection
 from mmtrain.families.family import Family, FolderSettings, Settings
 from mmtrain.families.folder_files import CONFIG_FILE, PIPELINE_FILE, PROCESSOR_FILE, WEIGHT_FILES
 from mmtrain.families.generators import GENERATOR_CLASS_KEY
+from mmtrain.families.guest_folder import nearest_family, read_guest
 from mmtrain.families.image_processors import read_image_settings
 from mmtrain.families.processor_files import AUDIO_KEYS, read_joint_file, read_processor
 from mmtrain.families.registry import ENCODER_FAMILIES, FAMILIES, GENERATOR_FAMILIES, plugin_families
@@ -53,6 +54,12 @@ class ModelFolder:
     has_own_head: bool  # an output matrix with other values than the embeddings, to which the config ties it
     config: Mapping[str, Any]  # `config.json` as it is
     config_sha256: str
+    is_guest: bool = False  # `transformers` builds its modules; see `guest_folder`
+
+    @property
+    def nearest_family(self) -> str:
+        """The family that is most like a guest."""
+        return nearest_family(self.config)
 
     def data_settings(self, section: str) -> Settings:
         """Return what a section of `data` is unless a recipe says otherwise: the processor's numbers, if there are any.
@@ -113,12 +120,13 @@ def _changed(config: Mapping[str, Any], key: str, value: object, is_everywhere: 
     return {**config, **inner, **({key: value} if is_stated else {})}
 
 
-def read_model_folder(path: Path) -> ModelFolder:
-    """Read the config of a folder.
+def read_model_folder(path: Path, as_guest: bool = False) -> ModelFolder:
+    """Read the config of a folder; `as_guest`: of a model whose modules `transformers` builds, whatever its family.
 
-    Raises ModelFolderError, which names everything that is wrong or not supported.
+    Raises ModelFolderError, which names everything that is wrong or not supported; UnknownModelError for a model of no
+    family.
     """
-    return _parse(path, _config_bytes(path))
+    return _parse(path, _config_bytes(path), as_guest)
 
 
 def _config_bytes(path: Path) -> bytes:
@@ -139,7 +147,7 @@ def _config_bytes(path: Path) -> bytes:
         ) from None
 
 
-def _parse(path: Path, content: bytes) -> ModelFolder:
+def _parse(path: Path, content: bytes, as_guest: bool) -> ModelFolder:
     config_path = path / CONFIG_FILE
     try:
         config = parse_json(content)
@@ -148,6 +156,11 @@ def _parse(path: Path, content: bytes) -> ModelFolder:
     if not isinstance(config, dict):
         raise ModelFolderError(f"{config_path} holds no mapping")
     problems = [*_forbidden(path, config)]
+    if as_guest:
+        if problems:
+            raise ModelFolderError(f"{config_path} (guest): " + "; ".join(problems))
+        family, settings = read_guest(config, path)
+        return ModelFolder(path, family, settings, False, config, hashlib.sha256(content).hexdigest(), is_guest=True)
     family = find_family(config, config_path)
     section = ConfigSection(config)
     settings = family.settings(section)
@@ -183,7 +196,7 @@ def find_family(config: Mapping[str, Any], config_path: Path) -> Family:
 
     Configs of `diffusers` name a class instead.
 
-    Raises ModelFolderError, which says what is supported and what is nearest.
+    Raises UnknownModelError, which says what is supported and what is nearest.
     """
     families = FAMILIES | ENCODER_FAMILIES
     by_architecture = {name: family for family in families.values() for name in family.architectures}
@@ -202,7 +215,7 @@ def find_family(config: Mapping[str, Any], config_path: Path) -> Family:
             return family
     closest = get_close_matches(found, known, n=1)
     hint = f"; the nearest of these is {closest[0]}" if closest else ""
-    raise ModelFolderError(
+    raise UnknownModelError(
         f"{config_path}: {key} {found!r} is not supported; supported: {', '.join(sorted(known))}{hint}"
     )
 

@@ -12,6 +12,7 @@ import torch
 from mmtrain.models.attention import AttentionBackend, choose_backend, prepare_attention
 from mmtrain.models.generator.dit_layers import DIT_NORM_EPS
 from mmtrain.models.generator.generator_stage import GeneratorStage
+from mmtrain.models.guest_factory import build_guest_stage
 from mmtrain.models.kernels.choice import uses_fused_kernels
 from mmtrain.models.optim.parameter_specs import WeightSource, initialize_parameters, stage_param_specs
 from mmtrain.models.shapes.layer_shape import BLOCK_KINDS, Attention
@@ -46,7 +47,7 @@ def build_stage(
     """Build this rank's part of one stage, with initial weights, and with gradients off for frozen parameters.
 
     Raises:
-        UserError: the attention backend, or fused kernels, do not work here.
+        UserError: the attention backend, or fused kernels, do not work here; a guest cannot be built.
     """
     stage = build_stage_without_weights(settings, shape, spec, groups, options)
     param_specs = stage_param_specs(stage, spec.unit, groups.tp_size)
@@ -66,6 +67,8 @@ def build_stage_without_weights(
     prepare_megatron(options.device)
     prepare_attention(options.device)
     factory = _layer_factory(settings, shape.unit(spec.unit), spec, groups, options)
+    if settings.guest:
+        return build_guest_stage(settings, shape, spec, factory)
     is_generator = shape.unit(spec.unit).kind == "generator"
     stage = (GeneratorStage if is_generator else StageModule)(settings, shape, spec, factory)
     _freeze(stage)

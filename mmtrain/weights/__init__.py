@@ -13,6 +13,7 @@ from mmtrain.weights.export_dcp import export_dcp
 from mmtrain.weights.export_weights import export_folder, export_generator
 from mmtrain.weights.exportable import check_exportable
 from mmtrain.weights.folder_tensors import FolderTensors
+from mmtrain.weights.guest_weights import describe_guest
 from mmtrain.weights.import_weights import PretrainedWeights, open_pretrained, start_folders
 from mmtrain.weights.peft_adapter import is_adapter_folder
 from mmtrain.weights.run_weights import RunWeights
@@ -28,6 +29,7 @@ __all__ = [
     "RunWeights",
     "StoredWeight",
     "check_exportable",
+    "describe_guest",
     "export_adapter",
     "export_dcp",
     "export_folder",

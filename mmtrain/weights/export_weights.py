@@ -35,6 +35,7 @@ from mmtrain.models.shapes.model_shape import build_model_shape
 from mmtrain.recipe import Recipe
 from mmtrain.weights.adapters import adapted_weights
 from mmtrain.weights.folder_tensors import DTYPES, FolderTensors
+from mmtrain.weights.guest_weights import with_guest_weights
 from mmtrain.weights.match_tensors import MatchedFolder, match_tensors
 from mmtrain.weights.new_folder import (
     copy_further_templates,
@@ -197,7 +198,7 @@ def source_folder(recipe: Recipe) -> ModelFolder | None:
     if recipe.model.hf is None:
         return None
     try:
-        folder = read_model_folder(recipe.model.hf)
+        folder = with_guest_weights(read_model_folder(recipe.model.hf, as_guest=recipe.model.guest))
         fetch_weights(folder.path)  # the names and types of its tensors, and those that training does not compute
     except ModelFolderError as error:
         raise ModelFolderError(f"model.hf: {error}") from None

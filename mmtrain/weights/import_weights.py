@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mmtrain.errors import ModelFolderError
-from mmtrain.families import Block, ParameterSource, read_model_folder
+from mmtrain.families import Block, ModelFolder, ParameterSource, read_model_folder
 from mmtrain.families.hub_models import fetch_weights
 from mmtrain.families.stored_tensors import StoredWeight
 from mmtrain.families.weight_layouts import Box
@@ -22,6 +22,7 @@ from mmtrain.models.shapes.layer_shape import is_adapter
 from mmtrain.models.shapes.param_spec import ParamSpec
 from mmtrain.recipe import Recipe
 from mmtrain.weights.folder_tensors import DTYPES, FolderTensors, StoredTensors
+from mmtrain.weights.guest_weights import with_guest_weights
 from mmtrain.weights.match_tensors import match_tensors
 
 if TYPE_CHECKING:
@@ -43,16 +44,22 @@ class StartFolder:
     path: Path
     unit: str | None = None  # of the recipe, which alone starts from it; None: all units that the folder holds
     unit_in_folder: str | None = None  # of several that the folder may hold
+    is_guest: bool = False  # `transformers` builds its modules
 
     @property
     def setting(self) -> str:
         """Return the dotted name of the setting."""
         return ".".join(self.keys)
 
+    def read(self) -> ModelFolder:
+        """Read the config of the folder. Raises ModelFolderError."""
+        return read_model_folder(self.path, as_guest=self.is_guest)
+
 
 def start_folders(recipe: Recipe) -> tuple[StartFolder, ...]:
     """Return the folders of `model.hf` and of the `hf` of every unit."""
-    folders = [] if recipe.model.hf is None else [StartFolder(("model", "hf"), recipe.model.hf)]
+    model = recipe.model
+    folders = [] if model.hf is None else [StartFolder(("model", "hf"), model.hf, is_guest=model.guest)]
     for name, encoder in recipe.model.all_encoders.items():
         if encoder.hf is not None:
             folders.append(StartFolder(("model", *unit_path(name), "hf"), encoder.hf, name, encoder.modality))
@@ -211,8 +218,8 @@ def open_pretrained(recipe: Recipe) -> PretrainedWeights | None:
 
 def _open(start: StartFolder, recipe: Recipe) -> OpenFolder:
     try:
-        fetch_weights(read_model_folder(start.path).path)
-        folder = read_model_folder(start.path)  # now with what the weights say of tied embeddings
+        fetch_weights(start.read().path)
+        folder = with_guest_weights(start.read())  # now with what the weights say of tied embeddings
     except ModelFolderError as error:
         raise ModelFolderError(f"{start.setting}: {error}") from None
     if start.unit in (None, "llm") and folder.has_own_head and recipe.model.llm.tie_embeddings:

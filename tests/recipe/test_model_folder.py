@@ -157,7 +157,7 @@ def test_what_is_not_supported_is_listed_by_its_key(text_only: Path) -> None:
         ({"auto_map": {"AutoModel": "code.Model"}}, "auto_map: the folder needs Python code of its own"),
         ({"quantization_config": {"bits": 4}}, "quantization_config: quantized weights cannot be trained"),
         ({"architectures": ["Qwen2ForCausalML"]}, "the nearest of these is Qwen2ForCausalLM"),
-        ({"architectures": ["RwkvForCausalLM"]}, "supported: CLIPModel, CLIPVisionModel,"),
+        ({"architectures": ["RwkvModel"]}, "supported: CLIPModel, CLIPVisionModel,"),
         (
             {"architectures": None, "model_type": "t5"},
             "model_type 't5' is not supported; supported: clip,",

@@ -694,7 +694,7 @@ def test_checks_do_not_fail_on_recipes_with_other_problems(base: Path, section: 
 
 
 def test_no_check_is_forgotten() -> None:
-    assert len({check.__name__ for check in CHECKS}) == len(CHECKS) == 36
+    assert len({check.__name__ for check in CHECKS}) == len(CHECKS) == 37
 
 
 FINE = "model.encoders.fine={modality: vision, layers: 2, hidden: 32, heads: 4, ffn: 64, patch: 16, max_side: 32}"

@@ -130,7 +130,8 @@ def build_model_shape(recipe: Recipe) -> ModelShape:
         edges.append(ModelEdge(name, "llm", layer=0, width=layers[-1].out_width))
     num_added = max((unit.layers[-1].carried_out for unit in units), default=0)
     num_queries = 0 if model.generator is None else model.generator.context_tokens
-    units.append(UnitShape("llm", "llm", _llm_layers(model.llm, num_added, num_queries)))
+    llm_layers = _llm_layers(model.llm, num_added, num_queries)
+    units.append(UnitShape("llm", "llm", llm_layers, is_guest=model.guest))
     if model.generator is not None:
         units.append(UnitShape("generator", "generator", generator_layers(model.generator, llm_hidden)))
         edges.append(ModelEdge("llm", "generator", layer=0, width=llm_hidden))

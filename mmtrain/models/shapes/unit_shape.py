@@ -17,15 +17,16 @@ class UnitShape:
     name: str
     kind: Literal["encoder", "llm", "generator"]
     layers: tuple[LayerShape, ...]  # in execution order
+    is_guest: bool = False  # `transformers` builds its modules, for which the layers stand in plans
 
     @property
     def is_splittable(self) -> bool:
         """Return whether the layers may be split into pipeline stages and over tensor-parallel ranks.
 
         A U-Net is not split: skip connections join its two ends, and its levels differ in size. Every rank of a
-        tensor-parallel group computes all of it.
+        tensor-parallel group computes all of it. Nor is a guest, whose modules are not ours.
         """
-        return all(layer.kind != "unet_embed" for layer in self.layers)
+        return not self.is_guest and all(layer.kind != "unet_embed" for layer in self.layers)
 
     @property
     def first_trainable(self) -> int | None:

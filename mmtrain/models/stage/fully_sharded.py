@@ -43,7 +43,7 @@ from mmtrain.models.stage.stage_module import StageModule
 from mmtrain.recipe.settings.train_settings import OptimizerSettings
 
 # Everything of a stage, and of a head, that computes with parameters, beside `forward`.
-_STAGE_ENTRIES = ("run", "run_to_head", "predict")
+_STAGE_ENTRIES = ("run", "run_to_head", "predict", "run_losses")
 _HEAD_ENTRIES = ("queries_and_loss", "logits", "greedy_tokens")
 
 
@@ -110,8 +110,7 @@ def shard_stage(
     mesh, policy = sharding.mesh, MixedPrecisionPolicy()
     if compute_dtype != torch.float32:
         policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    # The stage's own group stays gathered through a whole pass, so the head reads a matrix there that it shares.
-    grouped = [layer for layer in stage.layers.values() if layer is not stage.tied_layer]
+    grouped = stage.sharded_layers
     for layer in grouped:
         _move_empty(layer, device)
         for part in layer.modules():
@@ -124,7 +123,7 @@ def shard_stage(
     _move_empty(stage, device)
     fully_shard(stage, mesh=mesh, reshard_after_forward=not keeps_weights, mp_policy=policy)
     for entry in _STAGE_ENTRIES:
-        if hasattr(stage, entry):  # only a generator predicts noise
+        if hasattr(stage, entry):  # only a generator predicts noise, only a guest returns losses of tokens
             register_fsdp_forward_method(stage, entry)
     for head in (layer for layer in grouped if isinstance(layer, Head)):
         for entry in _HEAD_ENTRIES:

@@ -230,7 +230,7 @@ def _mix(rows: Tensor, mix: RowMix) -> Tensor:
     return mixed
 
 
-def _sum_by_source(losses: Tensor, inputs: TextInput) -> Tensor:
+def sum_by_source(losses: Tensor, inputs: TextInput) -> Tensor:
     """Sum the losses (N,) of all targets, or those of each source: a scalar or (sources,)."""
     if inputs.target_sources is None:
         return losses.sum()
@@ -292,7 +292,7 @@ class Head(nn.Module):
         weight: Tensor = self.output.weight if tied is None else tied.table.weight  # type: ignore[assignment]
         targets = labels.index_select(0, rows)
         losses = self.factory.losses_of_targets(normed, weight, targets, self.vocab_size, self.logit_cap)
-        return _sum_by_source(losses, context.inputs)
+        return sum_by_source(losses, context.inputs)
 
     def _rows_with_targets(self, hidden: Tensor, normed_shard: Tensor | None, rows: Tensor) -> Tensor:
         """Select rows of hidden (T, hidden), or of the shards of all ranks, and normalize them: (N, hidden)."""

@@ -142,6 +142,18 @@ class StageModule(nn.Module):
         return self.layers["0"] if self._is_tied and "0" in self.layers else None
 
     @property
+    def sharded_layers(self) -> Sequence[nn.Module]:
+        """Return the parts whose weights FSDP gathers one after another; the rest is gathered for a whole pass.
+
+        The head reads a matrix there that it shares with the embedding.
+        """
+        return [layer for layer in self.layers.values() if layer is not self.tied_layer]
+
+    def layer_of(self, name: str) -> int:
+        """Return the index in the unit of the layer of a parameter, by its name in the stage."""
+        return int(name.split(".")[1])
+
+    @property
     def needs_position_ids(self) -> bool:
         """Return whether the stage's input must say where tokens are in time, row and column."""
         return self.shape.kind == "llm" and self._settings.llm.rope_sections is not None

@@ -14,6 +14,7 @@ from mmtrain.errors import RecipeError
 from mmtrain.recipe.checks.context_checks import check_context_parallelism
 from mmtrain.recipe.checks.division_checks import check_layers_per_chunk
 from mmtrain.recipe.checks.encoder_checks import ENCODER_CHECKS
+from mmtrain.recipe.checks.guest_checks import check_guest
 from mmtrain.recipe.checks.parallel_checks import (
     NUM_END_LAYERS,
     check_cluster_size,
@@ -399,6 +400,7 @@ def _check_sums_of_shares(schedules: list[dict[int, float]]) -> Iterator[Problem
 
 
 CHECKS: tuple[Check, ...] = (
+    check_guest,
     check_parallel_encoders,
     check_encoder_parallelism,
     check_expert_parallelism,

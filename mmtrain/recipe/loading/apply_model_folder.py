@@ -1,11 +1,12 @@
 """Fill the settings of pretrained models (`model.hf`, and `hf` of units) into a recipe."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from mmtrain.errors import ModelFolderError
-from mmtrain.families import CONFIG_FILE, read_model_folder
+from mmtrain.errors import ModelFolderError, UnknownModelError
+from mmtrain.extras import GUESTS
+from mmtrain.families import CONFIG_FILE, ModelFolder, read_model_folder
 from mmtrain.families.diffusers_vae import AUTOENCODER, latent_settings
 from mmtrain.families.folder_files import SLOW_TOKENIZER_FILES, TOKENIZER_FILE
 from mmtrain.families.hub_models import fetch_config, is_hub_name
@@ -14,6 +15,14 @@ from mmtrain.recipe.settings.modalities import MODALITIES
 
 FOLDER_SETTING = ("model", "hf")
 AUTOENCODER_SETTING = ("model", "generator", "vae")
+GUEST_SETTING = ("model", "guest")
+# What holds for every guest, where a recipe leaves it open.
+_GUEST_SETTINGS: Mapping[tuple[str, ...], Any] = {
+    ("parallel", "placement"): "replicated",
+    ("parallel", "llm", "tp"): 1,
+    ("parallel", "llm", "cp"): 1,
+    ("parallel", "llm", "recompute_activation_function"): False,
+}
 _TOKENIZER_SETTING = ("data", "tokenizer")
 _GROWING = "vocab"  # of the LLM: a recipe may have more tokens than the folder
 # The sections of `data` that a unit's folder speaks of.
@@ -58,7 +67,7 @@ def _apply_folder(tree: Node, where: tuple[str, ...], unit: str | None, problems
     if setting is None or not isinstance(setting.value, str):
         return tree
     try:
-        folder = read_model_folder(folder_of(setting.value))
+        folder = _read_folder(tree, folder_of(setting.value), unit)
     except ModelFolderError as error:
         problems.append(Problem(where, str(error), setting.origin))
         return tree
@@ -68,6 +77,8 @@ def _apply_folder(tree: Node, where: tuple[str, ...], unit: str | None, problems
         problems.append(Problem(where, text, setting.origin))
         return tree
     tree = _set(tree, where, to_node(str(folder.path), setting.origin))
+    if folder.is_guest:
+        tree = _as_guest(tree, setting.origin)
     origin = Origin(str(folder.path / CONFIG_FILE), None, folder.path)
     units_in_folder = folder.settings.model
     if unit is not None:
@@ -125,6 +136,7 @@ def _fill_unit(
     problems: list[Problem],
 ) -> Node:
     """Add the settings of a unit that the folder at the setting `where` holds."""
+    is_guest = _value(tree, GUEST_SETTING) is True
     rivals = {"preset": f"{'.'.join(where)} supplies the settings of this unit; remove the preset or the folder"}
     if where == FOLDER_SETTING:
         rivals["hf"] = "the folder of model.hf holds this unit too; leave one of the two out"
@@ -132,7 +144,59 @@ def _fill_unit(
         rival = node_at(tree, (*section, key))
         if rival is not None and rival.value is not None:
             problems.append(Problem((*section, key), text, rival.origin))
+    growing = node_at(tree, (*section, _GROWING))
+    if is_guest and growing is not None and growing.value != settings.get(_GROWING):
+        text = f"is {growing.value!r} here, but {origin} has {settings.get(_GROWING)} tokens; a guest takes no new ones"
+        problems.append(Problem((*section, _GROWING), text, growing.origin))
     return _fill(tree, section, settings, origin, problems)
+
+
+def _read_folder(tree: Node, path: Path, unit: str | None) -> ModelFolder:
+    """Read a folder, as that of a guest if the recipe says so, or if no family covers its model.
+
+    Raises ModelFolderError; for a model of a family that is not supported, with what would let it run as a guest.
+    """
+    if unit is None and _value(tree, GUEST_SETTING) is True:
+        return read_model_folder(path, as_guest=True)
+    try:
+        return read_model_folder(path)
+    except ModelFolderError as error:
+        if unit is not None or _value(tree, GUEST_SETTING) is False:
+            raise
+        return _read_as_guest(path, error)
+
+
+def _read_as_guest(path: Path, error: ModelFolderError) -> ModelFolder:
+    """Read the folder of a model that no family takes, for the reason `error`."""
+    try:
+        folder = read_model_folder(path, as_guest=True)
+    except ModelFolderError as reason:
+        as_guest = f". Nor can it be a guest: {reason}" if isinstance(error, UnknownModelError) else ""
+        raise type(error)(f"{error}{as_guest}") from None
+    missing = GUESTS.missing()
+    remedy = f", after {GUESTS.install}" if missing else ""
+    if not isinstance(error, UnknownModelError):
+        raise ModelFolderError(
+            f"{error}. `model.guest: true` trains it with the modules of transformers, under one placement{remedy}"
+        ) from None
+    if missing:
+        raise UnknownModelError(f"{error}. It may train as a guest (docs/guests.md){remedy}") from None
+    return folder
+
+
+def _as_guest(tree: Node, origin: Origin) -> Node:
+    """Say that the model is a guest, and place it as guests are where the recipe leaves that open."""
+    tree = _set(tree, GUEST_SETTING, to_node(True, origin))
+    for where, value in _GUEST_SETTINGS.items():
+        if _value(tree, where) in (None, "auto"):
+            tree = _set(tree, where, to_node(value, origin))
+    return tree
+
+
+def _value(tree: Node, where: Iterable[str]) -> Any:
+    """Return the value of a setting; None for one that the recipe leaves out."""
+    node = node_at(tree, where)
+    return None if node is None else node.value
 
 
 def folder_of(value: str) -> Path:

@@ -42,6 +42,14 @@ class ModelSettings(Section):
         "ORG/NAME@REVISION. It supplies the settings of the units that it holds, and training starts from its "
         "weights. Relative paths start at the recipe's folder. See docs/models.md.",
     )
+    guest: bool = setting(
+        False,
+        affects={"plan", "resume"},
+        added_later=True,
+        description="Let `transformers` build the modules of `model.hf`, and run them under one placement, "
+        "`replicated`. For a text model that no family covers this is set by itself; set it to run one of a family so. "
+        "Needs `pip install 'mmtrain[transformers]'`. See docs/guests.md.",
+    )
     vision: VisionSettings | None = Field(None, description="The image encoder. Leave it out for a text-only model.")
     audio: AudioSettings | None = Field(None, description="The audio encoder. Leave it out for a model without speech.")
     encoders: dict[EncoderName, AnyEncoderSettings] = Field(

@@ -31,6 +31,7 @@ from mmtrain.models.shapes.model_shape import build_model_shape
 from mmtrain.planning.artifact.plan import Plan, StagePlan, UnitPlan
 from mmtrain.planning.artifact.plan_files import load_plan, with_planned_groups
 from mmtrain.recipe import Recipe, recipe_fingerprint
+from mmtrain.recipe.checks.guest_checks import require_own_modules
 from mmtrain.recipe.settings.parallel_settings import LlmParallel, ParallelSettings
 from mmtrain.report.evaluation_result import MEDIA_KINDS, AnsweredQuestion, EvaluationResult, TemplateScore
 from mmtrain.runtime.evaluation.answers_file import AnswerRecorder
@@ -315,6 +316,7 @@ def _by_template(questions: Iterable[HeldOutQuestion]) -> dict[str, list[HeldOut
 def _load_recipe(run_dir: Path) -> Recipe:
     """Load the recipe of a run. Raises UserError if there is none, or if it has no held-out data."""
     recipe = load_run_recipe(run_dir)
+    require_own_modules(recipe, "evaluate")
     if not recipe.data.held_out_sources:
         raise UserError(
             f"{run_dir / RECIPE_FILE}: data.validation: no held-out data to ask about; add a source of samples that "

@@ -24,7 +24,8 @@ from mmtrain.models.optim.parameter_specs import UnitRates, WeightSource
 from mmtrain.models.shapes.layer_shape import MoeMlp, is_of_expert
 from mmtrain.models.shapes.model_shape import LayerShape, ModelShape, build_model_shape
 from mmtrain.models.shapes.param_spec import ParamSpec
-from mmtrain.models.stage.fully_sharded import FullyShardedAdamW, initialize_shards, shard_stage
+from mmtrain.models.stage.fully_sharded import FullyShardedAdamW, initialize_shards, release_weights, shard_stage
+from mmtrain.models.stage.guest_stage import GuestStage
 from mmtrain.models.stage.stage_module import StageModule, StageSpec
 from mmtrain.planning.artifact.plan import Plan, SchedulePlan
 from mmtrain.planning.artifact.plan_files import require_shareable
@@ -306,7 +307,16 @@ def build_units(
         units[name] = UnitRunner(name, stages, groups)
         if mesh.shard is not None:
             units[name] = _shard_unit(mesh, stages, transport, options, train.grad_reduce == "bf16")
+        _choose_packing(stages.values())
     return units
+
+
+def _choose_packing(stages: Iterable[StageModule]) -> None:
+    """Find out how the samples of guests may lie, with the weights that they have now."""
+    for stage in stages:
+        if isinstance(stage, GuestStage):
+            stage.choose_packing()
+            release_weights(stage)
 
 
 def _shard_unit(
@@ -428,7 +438,7 @@ def _gradient_buckets(
         for name, param in stage.named_parameters():
             if param not in seen:
                 seen.add(param)
-                layer = int(name.split(".")[1]) - stage.indices.start
+                layer = stage.layer_of(name) - stage.indices.start
                 # A stage with the head alone holds its own copy of the embedding, which counts to the head.
                 layer = layer if layer >= 0 else len(stage.indices) - 1
                 buckets.setdefault((chunk, bisect_right(starts, layer) - 1), []).append(param)

@@ -20,6 +20,7 @@ from mmtrain.runtime.training.hooks.replanning import share_recorded_costs
 from mmtrain.runtime.training.rank_session import RankSession
 from mmtrain.runtime.training.start_run import RunPosition, introduce_run, restore_run, share_step_targets
 from mmtrain.runtime.training.start_weights import (
+    introduce_guest,
     introduce_start_weights,
     open_start_weights,
     require_fitting_weights,
@@ -97,6 +98,7 @@ def build_run(session: RankSession, chosen: ChosenPlan) -> RankRun:
         has_experts=llm.moe is not None,
         has_delta_nets=llm.delta_net is not None,
     )
+    introduce_guest(console, recipe, rank_context)
     introduce_run(console, request, chosen, session.index, position.first_step, attention, kernels)
     stream = GroupStream.of(recipe, session.index)
     targets = share_step_targets(patient_world, recipe, chosen.plan, session.index)

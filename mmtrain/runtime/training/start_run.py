@@ -18,7 +18,6 @@ from mmtrain.data.loading.step_format import from_json, to_json
 from mmtrain.data.text.tokenizer_folder import tokenizer_sha256
 from mmtrain.durable_files import cut_log, disk_errors_named, set_aside, write_whole
 from mmtrain.errors import UserError
-from mmtrain.families import read_model_folder
 from mmtrain.models.kernels.choice import KernelChoice, describe_kernels
 from mmtrain.models.optim.parameter_specs import MOMENTS
 from mmtrain.planning.artifact.balancing_targets import derive_step_targets
@@ -216,7 +215,7 @@ def resume_facts(recipe: Recipe, index: DataIndex) -> dict[str, object]:
         facts["train"][_WHOLE_EPOCHS.removeprefix("train.")] = True
     for folder in start_folders(recipe):  # it may move, but must hold the same model
         *sections, name = folder.keys
-        reduce(getitem, sections, facts)[name] = read_model_folder(folder.path).config_sha256
+        reduce(getitem, sections, facts)[name] = folder.read().config_sha256
     facts["data"]["budgets"] = " ".join(f"{unit}={budget}" for unit, budget in sorted(recipe.data.budgets.items()))
     facts["data"]["isf"] = str(recipe.data.isf)
     version = GROUPING_VERSIONS[recipe.data.grouping]

@@ -10,11 +10,14 @@ from mmtrain.checkpoint import NEWEST, find, open_chosen
 from mmtrain.errors import CheckpointError, MmtrainError, UserError, first_lines
 from mmtrain.models.optim.parameter_specs import NamedShard
 from mmtrain.models.shapes.model_shape import build_model_shape
+from mmtrain.models.stage.guest_stage import GuestStage
+from mmtrain.program import LLM
 from mmtrain.recipe import Recipe
 from mmtrain.report.console import Console
 from mmtrain.runtime.execution.activity import Activity
 from mmtrain.runtime.execution.checkpointing import checkpoint_ranks
 from mmtrain.runtime.execution.optimizer import Optimizer
+from mmtrain.runtime.execution.rank_context import RankContext
 from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, load_run_recipe
 from mmtrain.runtime.training.train_request import TrainRequest
 from mmtrain.runtime.world import World
@@ -23,6 +26,7 @@ from mmtrain.weights import (
     DcpWeights,
     PretrainedWeights,
     RunWeights,
+    describe_guest,
     is_adapter_folder,
     is_dcp_folder,
     open_adapted,
@@ -166,6 +170,17 @@ def introduce_start_weights(console: Console, recipe: Recipe, weights: StartWeig
     console.print(text, highlight=False, soft_wrap=True)
     if weights.num_new_tokens:
         _introduce_new_tokens(console, recipe, weights.num_new_tokens)
+
+
+def introduce_guest(console: Console, recipe: Recipe, rank_context: RankContext) -> None:
+    """Print what a guest is and cannot have, and how its samples lie; nothing for a model of a family."""
+    text = describe_guest(recipe)
+    if text is None:
+        return
+    console.print(text, highlight=False, soft_wrap=True)
+    for stage in rank_context.units[LLM].stages.values():
+        if isinstance(stage, GuestStage) and stage.packing_note is not None:
+            console.print(stage.packing_note, style="yellow", highlight=False, soft_wrap=True)
 
 
 def _random_units(recipe: Recipe, weights: PretrainedWeights) -> str:
