@@ -10,7 +10,7 @@ from mmtrain.balance.batch_meta import FloatArray, IntArray
 # rows, which are as many ways for a few dozen rows.
 MAX_ROWS_IN_ALL_WAYS = 8
 MAX_ROWS_IN_PAIRS = 64
-# Of meetings of all replicas in pairs. Three times as many gain less than a tenth (scripts/bench_balance.py).
+# Of meetings of all replicas in pairs; not tuned: it bounds the time of large steps.
 ROUNDS = 24
 PAIRS_AT_A_TIME = 64  # their arrays fit into a core's cache
 

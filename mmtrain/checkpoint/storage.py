@@ -59,7 +59,7 @@ class Storage(Protocol):
 def write_durably(path: Path, chunks: Iterable[bytes | memoryview]) -> int:
     """Write a new file, so that its bytes survive a power cut when this returns; return their number.
 
-    Nothing is hashed: hashing takes longer than writing, and folders for other programs hold no sums. Raises OSError.
+    Nothing is hashed: folders for other programs hold no sums. Raises OSError.
     """
     num_bytes = 0
     num_synced_bytes = 0
