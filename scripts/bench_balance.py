@@ -27,12 +27,14 @@ from mmtrain.balance import (
     pad_ratio,
     rebalance,
 )
+from mmtrain.balance.assign import longest_first
 from mmtrain.balance.dispatch.node_placement import off_node_bytes, rearrange_across_nodes
 from mmtrain.balance.grouping.methods import token_targets
 from mmtrain.balance.grouping.pack_groups import group_across_devices, group_by_isf, group_by_length, group_randomly
 from mmtrain.balance.ordering.makespan_1f1b import makespans_1f1b
 from mmtrain.balance.ordering.reordering import reorder_microbatches
 from mmtrain.data import GroupStream
+from scripts.drawn_lengths import drawn_sets
 from scripts.measurements import Report, arguments, least_seconds, start
 from tests.balance.makespan_bound import makespan_lower_bound, pairing_lower_bound
 
@@ -63,7 +65,11 @@ def main() -> None:
     parser.add_argument("--lengths", type=Path, required=True, metavar="DIR", help="folder of the length files")
     parser.add_argument("--no-milp", action="store_true", help="leave out the exact node-wise optimum (a minute)")
     parser.add_argument("--only-steps", action="store_true", help="only the steps that training reads")
+    parser.add_argument("--drawn", action="store_true", help="only steps of sets that nothing was tuned to")
     options = parser.parse_args()
+    if options.drawn:
+        drawn_steps(start("Steps of drawn sets", options), options.lengths)
+        return
     report = start("Steps that training reads" if options.only_steps else "Balancing", options)
     tokens = mixture(options.lengths, NUM_SAMPLES)
     if not options.only_steps:
@@ -123,11 +129,7 @@ def train_size(report: Report, name: str, tokens: np.ndarray, kind: np.ndarray, 
 
     kind: (n,) the source of each sample.
     """
-    lengths = SampleLengths(
-        tokens[:, TOKENS],
-        tokens[:, TOKENS] // 2,
-        {"audio": item_lengths(tokens[:, AUDIO]), "vision": item_lengths(TILE_PATCHES * tokens[:, TILES])},
-    )
+    lengths = _lengths(tokens)
     tile = {
         "llm": SequenceCost(TILE_PATCHES),
         "vision": SequenceCost(300),
@@ -150,6 +152,34 @@ def train_size(report: Report, name: str, tokens: np.ndarray, kind: np.ndarray, 
     _arranged(report, f"{label}, summed", StepTargets((BalancedLoad(tile),)), tokens, stream, size)
     if stream.groups_per_epoch >= 10 * grouping.global_batch:
         _randomness(report, label, tokens, kind, stream, replicas * microbatches)
+
+
+def drawn_steps(report: Report, folder: Path) -> None:
+    """Print how even steps of drawn sets are, beside their groups dealt by longest processing time."""
+    columns = ("step, tiles / tokens / audio", "by longest first", "microbatch", "share of a tile")
+    report.table("set", "replicas x microbatches", *columns)
+    for name, (tokens, _) in drawn_sets(_sources(folder), OTHER_SAMPLES).items():
+        lengths = _lengths(tokens)
+        for replicas, microbatches in OTHER_TRAINING_SIZES:
+            grouping = Grouping(MAX_GROUP_TOKENS, WINDOW, replicas * microbatches)
+            stream = GroupStream(lengths, grouping, 0)
+            targets = token_targets(lengths, grouping)
+            slots, _ = _arranged_slots(targets, tokens, stream, (replicas, microbatches))
+            in_all = slots.sum(axis=1)
+            dealt = np.stack([_longest_first(groups.reshape(-1, 3), replicas) for groups in slots])
+            mean = in_all[:, :, TILES].mean(axis=1)
+            whole = float((1 - mean / np.maximum(np.ceil(mean), 1)).mean()) if mean.any() else 0.0
+            ratios = _ratios(in_all), _ratios(dealt), _ratios(slots.reshape(-1, replicas, 3))
+            report.row(name, f"{replicas} x {microbatches}", *ratios, f"{whole:.4f}")
+
+
+def _longest_first(groups: np.ndarray, replicas: int) -> np.ndarray:
+    """Return (replicas, 3) loads after groups (G, 3) went, for each load anew, to the least loaded replica."""
+    loads = np.zeros((replicas, 3), dtype=np.int64)
+    for column, of_groups in zip(loads.T, groups.T, strict=True):
+        descending = np.sort(of_groups)[::-1]
+        np.add.at(column, longest_first(descending.tolist(), replicas), descending)
+    return loads
 
 
 def other_sets(folder: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
@@ -182,6 +212,23 @@ def _arranged(
     size: replicas and their microbatches. Returns (steps, replicas, 3) and (microbatches of all steps, replicas, 3) the
     LLM tokens, tiles and audio tokens of each replica.
     """
+    slots, step_ms = _arranged_slots(targets, tokens, stream, size)
+    replicas, _ = size
+    side_by_side = slots.reshape(-1, replicas, 3)
+    in_all = slots.sum(axis=1)
+    for what, loads in (("microbatch", side_by_side), ("step", in_all)):
+        report.figure(f"{label}, a {what}: dist ratio of tiles / tokens / audio", _ratios(loads))
+        report.figure(f"{label}, a {what}: summed", f"{max_over_mean(loads @ LOADS_SUMMED[0]) - 1:.5f}")
+    report.figure(f"{label}: milliseconds of a step", f"{step_ms:.0f}")
+    fill = side_by_side[:, :, TOKENS].mean() / MAX_GROUP_TOKENS
+    report.target(f"{label}: fill of all groups", float(fill), MIN_FILL, at_least=True)
+    return in_all, side_by_side
+
+
+def _arranged_slots(
+    targets: StepTargets, tokens: np.ndarray, stream: GroupStream, size: tuple[int, int]
+) -> tuple[np.ndarray, float]:
+    """Return (steps, microbatches, replicas, 3) what replicas have in steps of an epoch, and milliseconds of a step."""
     replicas, microbatches = size
     dp = {"llm": replicas, "vision": replicas, "audio": replicas}
     num_steps = min(
@@ -194,16 +241,7 @@ def _arranged(
     for step in range(num_steps):
         meta = stream.batch(step, replicas * microbatches, dp, dict.fromkeys(dp, microbatches), targets)
         np.add.at(slots[step], (meta.index, meta.replica), tokens[meta.sample_id])
-    step_ms = (time.process_time() - start_s) / num_steps * 1e3
-    side_by_side = slots.reshape(-1, replicas, 3)
-    in_all = slots.sum(axis=1)
-    for what, loads in (("microbatch", side_by_side), ("step", in_all)):
-        report.figure(f"{label}, a {what}: dist ratio of tiles / tokens / audio", _ratios(loads))
-        report.figure(f"{label}, a {what}: summed", f"{max_over_mean(loads @ LOADS_SUMMED[0]) - 1:.5f}")
-    report.figure(f"{label}: milliseconds of a step", f"{step_ms:.0f}")
-    fill = side_by_side[:, :, TOKENS].mean() / MAX_GROUP_TOKENS
-    report.target(f"{label}: fill of all groups", float(fill), MIN_FILL, at_least=True)
-    return in_all, side_by_side
+    return slots, (time.process_time() - start_s) / num_steps * 1e3
 
 
 def _randomness(
@@ -238,6 +276,15 @@ def _randomness(
 def _ratios(loads: np.ndarray) -> str:
     ratio = dist_ratio(loads)
     return f"{ratio[TILES]:.4f} / {ratio[TOKENS]:.4f} / {ratio[AUDIO]:.3f}"
+
+
+def _lengths(tokens: np.ndarray) -> SampleLengths:
+    """Return the lengths of samples with (n, 3) LLM tokens, tiles and audio tokens."""
+    return SampleLengths(
+        tokens[:, TOKENS],
+        tokens[:, TOKENS] // 2,
+        {"audio": item_lengths(tokens[:, AUDIO]), "vision": item_lengths(TILE_PATCHES * tokens[:, TILES])},
+    )
 
 
 def item_lengths(counts: np.ndarray) -> ItemLengths:

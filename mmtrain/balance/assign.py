@@ -8,10 +8,11 @@ from itertools import pairwise
 
 import numpy as np
 
-from mmtrain.balance.batch_meta import BatchMeta, FloatArray, IntArray, ItemLengths, ItemTable, SampleLengths, item_rows
+from mmtrain.balance.batch_meta import BatchMeta, IntArray, ItemLengths, ItemTable, SampleLengths, item_rows
 from mmtrain.balance.dispatch.dispatch_items import DispatchSizes, dispatch_items, replicas_per_node
 from mmtrain.balance.dispatch.node_placement import place_items
 from mmtrain.balance.ordering.microbatch_order import order_microbatches
+from mmtrain.balance.row_assignment import assign_rows
 from mmtrain.balance.step_targets import LLM, SampleWork, SequenceCost, StepTargets
 
 NO_TARGETS = StepTargets()
@@ -32,11 +33,11 @@ def assign(
     groups: sample numbers of each group, in stream order. dp, num_microbatches: replicas of every unit, "llm" included,
     and the microbatches of each replica.
 
-    Each run of as many groups as there are LLM replicas becomes one microbatch of all replicas; the longest group goes
-    to the least loaded replica (MMScale's reordering across replicas, arXiv 2408.04275, one microbatch after the
-    other). Grouping puts groups that are alike in every modality next to each other, so replicas wait for each other
-    neither at the end of a step nor inside it. Where `targets` describe a pipeline, `order_microbatches` then orders
-    the microbatches in time. With `targets.reorder` off, groups go to replicas and microbatches in stream order.
+    Each run of as many groups as there are LLM replicas becomes one microbatch of all replicas, which `assign_rows`
+    spreads over them such that they have equal loads in the whole step. Grouping puts groups that are alike in every
+    modality next to each other, so replicas wait for each other neither at the end of a step nor inside it. Where
+    `targets` describe a pipeline, `order_microbatches` then orders the microbatches in time. With `targets.reorder`
+    off, groups go to replicas and microbatches in stream order.
 
     Items follow in blocks. The n microbatches of an encoder and the m of the LLM form gcd(n, m) blocks. In a replica
     group, the encoder's microbatches of a block take exactly the items of the LLM's microbatches of that block. Where
@@ -50,9 +51,9 @@ def assign(
     loads = work.loads(targets) if targets.loads else lengths.tokens[samples][:, None]
     group_loads = np.zeros((len(groups), loads.shape[1]), dtype=np.int64)
     np.add.at(group_loads, groups_of_samples, loads)
-    size = _weighted_shares(group_loads, targets) if targets.loads else group_loads[:, 0].astype(np.float64)
     if targets.reorder:
-        replica_of_group, index_of_group = _assign_groups(size, dp[LLM], num_microbatches[LLM])
+        weights = np.array([load.weight for load in targets.loads]) if targets.loads else np.ones(1)
+        replica_of_group, index_of_group = assign_rows(group_loads, weights, dp[LLM], num_microbatches[LLM])
         order = order_microbatches(
             work, replica_of_group[groups_of_samples], index_of_group[groups_of_samples], targets, dp, num_microbatches
         )
@@ -75,30 +76,6 @@ def assign(
         index=index,
         items={unit: _assign_items(unit, items, sequences, targets) for unit, items in lengths.items.items()},
     )
-
-
-def _weighted_shares(loads: IntArray, targets: StepTargets) -> FloatArray:
-    """(G,) the groups' loads (G, q) as one number: the weighted sum of their shares of the mean."""
-    mean = np.maximum(loads.mean(axis=0), 1.0)
-    total = np.zeros(len(loads))
-    for column, load in zip((loads / mean).T, targets.loads, strict=True):
-        total += load.weight * column
-    return total
-
-
-def _assign_groups(size: FloatArray, dp: int, num_microbatches: int) -> tuple[IntArray, IntArray]:
-    """Replica and microbatch index of each group, by size."""
-    if len(size) != dp * num_microbatches:
-        raise ValueError(f"{len(size)} groups for {dp} replicas of {num_microbatches} microbatches")
-    replica = np.empty(len(size), dtype=np.int64)
-    index = np.repeat(np.arange(num_microbatches, dtype=np.int64), dp)
-    loads = np.zeros(dp)
-    for i in range(num_microbatches):
-        row = slice(i * dp, (i + 1) * dp)
-        least_loaded = np.argsort(loads, kind="stable")
-        replica[row][np.argsort(-size[row], kind="stable")] = least_loaded
-        loads[replica[row]] += size[row]
-    return replica, index
 
 
 @dataclass(frozen=True)

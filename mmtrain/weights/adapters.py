@@ -45,7 +45,7 @@ def merge_adapter(
     second = b.float()
     if of_parts is not None:
         second = (of_parts.unsqueeze(-1) * second.unsqueeze(-2)).flatten(start_dim=-2)
-    return weight.float() + lora.scale * (second @ a.float())
+    return (second @ a.float()).mul_(lora.scale).add_(weight)  # one matrix in fp32 in memory, and not three
 
 
 def parts_of_weight(lora: LoraShape, weight: str) -> LinearParts | None:

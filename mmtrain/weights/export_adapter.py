@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmtrain.checkpoint import Checkpoint, LocalStorage
+from mmtrain.checkpoint import Checkpoint
+from mmtrain.checkpoint.storage import write_durably
 from mmtrain.checkpoint.tensorfile import TensorEntry, header_bytes, tensor_bytes
 from mmtrain.errors import UserError
 from mmtrain.families import ModelFolder, ParameterSource
@@ -142,7 +143,7 @@ def export_adapter(
     torch_name = TORCH_NAMES[dtype or "fp32"]
     entries = [entry for module in modules for entry in _entries(module, torch_name)]
     with draft_folder(out, "adapter", further_files) as draft:
-        LocalStorage().write(draft / WEIGHTS_NAME, _chunks(entries, modules, checkpoint, torch_name))
+        write_durably(draft / WEIGHTS_NAME, _chunks(entries, modules, checkpoint, torch_name))
         config = _config(recipe, folder.path, modules)
         (draft / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     num_bytes = sum(entry.num_bytes for entry in entries)

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from mmtrain.checkpoint import Checkpoint, LocalStorage
+from mmtrain.checkpoint import Checkpoint
+from mmtrain.checkpoint.storage import write_durably
 from mmtrain.checkpoint.tensorfile import TensorEntry, header_bytes, tensor_bytes
 from mmtrain.durable_files import sync_file, sync_folder, take_lock
 from mmtrain.errors import UserError, writing
 from mmtrain.families import ParameterSource
-from mmtrain.families.weight_layouts import sources_by_tensor
+from mmtrain.families.weight_layouts import Block, sources_by_tensor
 from mmtrain.models.shapes.layer_shape import LoraShape
 from mmtrain.recipe.settings.source_path import RemotePath
 from mmtrain.weights.adapters import adapter_names, memberships_of, merge_adapter, read_parameter
@@ -201,15 +202,27 @@ class WeightReader:
         if not target.sources:
             assert self._stored is not None
             return self._stored.read(name, tuple((0, size) for size in shape))
+        whole = self._whole_part(target)
+        if whole is not None:
+            return whole
         tensor = torch.empty(shape, dtype=self._values_of(target.sources[0]).dtype)
         for source in target.sources:
             values = self._values_of(source)
             for block in source.blocks:
                 if block.tensor == name:
                     place = tensor[tuple(slice(lo, hi) for lo, hi in block.tensor_box)]
-                    part = values[tuple(slice(lo, hi) for lo, hi in block.view_box)]
-                    place.copy_((part.mT if block.is_transposed else part).reshape(place.shape))
+                    place.copy_(_part_of(values, block).reshape(place.shape))
         return tensor
+
+    def _whole_part(self, target: TensorTarget) -> "torch.Tensor | None":
+        """Return a tensor that is one part of one parameter, mostly in the same memory; None for any other."""
+        blocks = [
+            (source, block) for source in target.sources for block in source.blocks if block.tensor == target.entry.name
+        ]
+        [(source, block), *others] = blocks
+        if others or block.tensor_box != tuple((0, size) for size in target.entry.shape):
+            return None
+        return _part_of(self._values_of(source), block).reshape(target.entry.shape)
 
     def _values_of(self, source: ParameterSource) -> "torch.Tensor":
         if self._parameter is None or self._parameter[0] != source.name:
@@ -232,6 +245,12 @@ class WeightReader:
         return torch.zeros(self._checkpoint.full_shape(name))
 
 
+def _part_of(values: "torch.Tensor", block: Block) -> "torch.Tensor":
+    """Return the part of a parameter that a block names, as the folder has it but for its shape."""
+    part = values[tuple(slice(lo, hi) for lo, hi in block.view_box)]
+    return part.mT if block.is_transposed else part
+
+
 def write_file(path: Path, targets: Sequence[TensorTarget], reader: WeightReader) -> None:
     """Write tensors to one file, each in the dtype of its entry."""
     import torch
@@ -241,7 +260,7 @@ def write_file(path: Path, targets: Sequence[TensorTarget], reader: WeightReader
         for target in targets:
             yield tensor_bytes(reader.read(target).to(getattr(torch, target.entry.dtype)))
 
-    LocalStorage().write(path, chunks())
+    write_durably(path, chunks())
 
 
 def write_index(draft: Path, files: Mapping[str, Sequence[TensorTarget]], index_file: str) -> None:

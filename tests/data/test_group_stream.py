@@ -490,11 +490,11 @@ def test_too_few_held_out_samples_are_an_error_of_the_data() -> None:
 @pytest.mark.parametrize(
     ("method", "version", "digest"),
     [
-        ("matched", 6, "d8d51379afe7e299"),
-        ("isf", 2, "246c9ea6140b9827"),
-        ("random", 1, "79b62456b1eecc1b"),
-        ("length", 1, "8f26d28f5003be57"),
-        ("device", 1, "8dbedab005827d67"),
+        ("matched", 6, "8fe2a5bc2ed69127"),
+        ("isf", 2, "12bbd97181b474a4"),
+        ("random", 1, "bca347dc804b46d0"),
+        ("length", 1, "6b9920986307803d"),
+        ("device", 1, "3506f2e806b04405"),
     ],
 )
 def test_the_steps_change_only_with_the_version(method: GroupingMethod, version: int, digest: str) -> None:

@@ -31,6 +31,15 @@ holders = {name for name, module in list(sys.modules.items())
 print(*sorted(name for name in holders if not name.startswith("megatron.")))
 """
 
+# Megatron-core would load both, and what they load, in every rank.
+IMPORT_WITHOUT_TRACKERS = """
+import sys
+import mmtrain.runtime.training.train, mmtrain.runtime.execution.rank_context
+print(*sorted({"boto3", "tensorboard", "wandb"} & sys.modules.keys()))
+import wandb
+from torch.utils.tensorboard import SummaryWriter
+"""
+
 
 @pytest.fixture
 def no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,6 +53,12 @@ def test_megatron_core_is_imported_without_triton_and_without_a_word_on_cuda() -
     command = [sys.executable, "-W", "error", "-c", IMPORT_WITHOUT_TRITON]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "", "")
+
+
+def test_training_is_imported_without_trackers_which_can_be_imported_later() -> None:
+    command = [sys.executable, "-c", IMPORT_WITHOUT_TRACKERS]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr
 
 
 @pytest.mark.usefixtures("no_triton")

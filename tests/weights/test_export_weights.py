@@ -1,5 +1,6 @@
 """An exported folder is the source folder with the weights of the run, bit for bit where nothing was trained."""
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -8,13 +9,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mmtrain.checkpoint import LocalStorage, open_newest_good
+from mmtrain.checkpoint import open_newest_good
 from mmtrain.data.synthetic.tiny_tokenizer import write_tiny_tokenizer
 from mmtrain.errors import CheckpointError, ModelFolderError, UserError
 from mmtrain.families import FAMILIES
 from mmtrain.models.stage.stage_module import StageModule
 from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER
-from mmtrain.weights import export_folder
+from mmtrain.weights import export_folder, write_tensors
+from mmtrain.weights.export_weights import describe_content
+from mmtrain.weights.write_tensors import WeightReader, write_file
 from tests.cli.conftest import RunMmtrain, run_mmtrain
 from tests.runtime.models import run_folder
 from tests.weights.comparison import content, unit_stage
@@ -123,6 +126,28 @@ def test_nothing_is_written_over_a_folder(tmp_path: Path) -> None:
     assert content(folder) == before
 
 
+def test_tensors_are_written_without_sums_and_mostly_without_copies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save(qwen2(), tmp_path / "model")
+    run = run_from(folder)
+    recipe, checkpoint = recipe_from(folder), loaded(run)
+    targets = describe_content(recipe, None).targets
+    reader = WeightReader(None, checkpoint, {})
+    copied = set()
+    for target in targets:
+        tensor = reader.read(target)
+        assert reader._parameter is not None
+        memory = reader._parameter[1].untyped_storage()
+        if tensor.untyped_storage().data_ptr() != memory.data_ptr():
+            copied.add(target.entry.name.split(".")[-2])
+    assert copied == {"q_proj", "k_proj", "v_proj"}, "only their rows lie in several places of a parameter"
+
+    monkeypatch.setattr(hashlib, "sha256", None)
+    write_file(tmp_path / "tensors.safetensors", targets, reader)
+    assert load_file(tmp_path / "tensors.safetensors").keys() == {target.entry.name for target in targets}
+
+
 def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save(qwen2(), tmp_path / "model")
     run = run_from(folder)
@@ -130,7 +155,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(LocalStorage, "write", fail)
+    monkeypatch.setattr(write_tensors, "write_durably", fail)
     with pytest.raises(UserError, match=r"--out .*: cannot write the model: No space left on device"):
         export_folder(recipe_from(folder), loaded(run), tmp_path / "new" / "out")
     assert list((tmp_path / "new").iterdir()) == []

@@ -33,6 +33,7 @@ GroupingMethod = Literal["matched", "isf", "random", "length", "device"]
 GROUPING_METHODS: tuple[GroupingMethod, ...] = ("matched", "isf", "random", "length", "device")
 # Raise a method's version with every change after which it makes other steps of the same samples, so that no run that
 # began before continues on other steps unnoticed. `tests/data/test_group_stream.py` pins the steps of each method.
+# Which replica computes which group depends on the plan anyway: another assignment of the same groups needs no version.
 GROUPING_VERSIONS: Mapping[GroupingMethod, int] = {"matched": 6, "isf": 2, "random": 1, "length": 1, "device": 1}
 LIGHT_UNIT_SHARE = 0.05  # of all tokens; below it a unit's balance is worth little
 MAX_TIGHT_GROUPS = 1024  # of a step; beyond, single groups for which nothing fits make all others wait

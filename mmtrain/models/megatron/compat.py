@@ -8,6 +8,7 @@ double the time of a training step.
 
 import contextlib
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -48,7 +49,22 @@ def _no_remark_on_cuda() -> Iterator[None]:
         logger.setLevel(level)
 
 
-with warnings.catch_warnings(), _nothing_compiled(), _no_remark_on_cuda(), triton_stands_in():
+@contextlib.contextmanager
+def _trackers_hidden() -> Iterator[None]:
+    """Let Megatron-core find no wandb and no TensorBoard, for which it loads 600 modules and which we call ourselves.
+
+    Both are optional for it. They can be imported as always afterwards, and those that are loaded stay.
+    """
+    hidden = [name for name in ("wandb", "tensorboard") if name not in sys.modules]
+    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # None: an import raises ImportError
+    try:
+        yield
+    finally:
+        for name in hidden:
+            del sys.modules[name]
+
+
+with warnings.catch_warnings(), _nothing_compiled(), _no_remark_on_cuda(), triton_stands_in(), _trackers_hidden():
     # Warnings at import: optional CUDA packages are absent, and torch renamed some of its API.
     warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed", category=UserWarning)
     warnings.filterwarnings("ignore", message="`torch.jit.script", category=DeprecationWarning)
