@@ -1,0 +1,70 @@
+"""Runs that lose ranks, and the memory of their nodes with them, and go on from the copies of their peers."""
+
+import os
+import re
+import shutil
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mmtrain.program import Action
+from mmtrain.runtime.execution.fault_points import FaultPoints
+from tests.distributed import fork_ranks
+from tests.flow.runs import assert_same_end, launch, request_for
+from tests.flow.test_elastic import _launch_printing
+from tests.waiting import poll
+
+LATE_CHECKPOINTS = "train.checkpoint.every=100"
+
+
+class NodesAreLost(FaultPoints):
+    """Gives each rank a node of its own, and kills some in one step, together with the memory of their nodes."""
+
+    def __init__(self, ranks: set[int], step: int, folder: Path) -> None:
+        self.ranks, self.step, self.folder = ranks, step, folder
+
+    def node_memory(self, rank: int, folder: Path) -> Path:
+        """See `FaultPoints`."""
+        return self.folder / f"node-{rank}"
+
+    def start(self, rank: int) -> None:
+        """See `FaultPoints`."""
+        self.rank = rank
+
+    def before_action(self, step: int, action: Action) -> None:
+        """See `FaultPoints`."""
+        marks = [self.folder / f"lost-{rank}" for rank in self.ranks]
+        mark = self.folder / f"lost-{self.rank}"
+        if self.rank not in self.ranks or step != self.step or mark.exists():
+            return
+        shutil.rmtree(self.folder / f"node-{self.rank}")
+        mark.touch()
+        poll(lambda: all(other.exists() for other in marks))  # the launcher would end the others before they come here
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def unbroken_four(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("runs") / "four"
+    assert launch(request_for(data, run_dir, LATE_CHECKPOINTS, ranks=4)) == (0, "")
+    return run_dir
+
+
+@pytest.mark.slow
+def test_two_nodes_that_are_lost_at_once_cost_at_most_one_step(data: Path, unbroken_four: Path, tmp_path: Path) -> None:
+    nodes = tmp_path / "nodes"
+    nodes.mkdir()
+    lost = NodesAreLost({1, 2}, 4, nodes)  # ranks 0 and 1 keep each other's copies, and so do 2 and 3
+    request = request_for(
+        data, tmp_path / "run", LATE_CHECKPOINTS, "train.peer_copies.every=1", ranks=4, max_restarts=1
+    )
+    output = tmp_path / "text"
+    [outcome] = fork_ranks(1, _launch_printing, replace(request, faults=lost), output)
+    assert outcome == (0, "")
+    text = output.read_text(encoding="utf-8")
+    steps = [int(step) for step in re.findall(r"resuming after step (\d+) from", text)]
+    assert steps in ([3], [4]), "four steps were finished, and nothing was on disk"
+    assert_same_end(tmp_path / "run", unbroken_four)
+    assert [path for path in nodes.rglob("*") if path.suffix] == [], "copies are removed at the end"
