@@ -4,19 +4,22 @@ import os
 import re
 import shutil
 import signal
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from mmtrain.program import Action
+from mmtrain.report import read_metrics
 from mmtrain.runtime.execution.fault_points import FaultPoints
-from tests.distributed import fork_ranks
-from tests.flow.runs import assert_same_end, launch, request_for
+from tests.distributed import RanksFailed, fork_ranks
+from tests.flow.runs import SHARDED, assert_same_end, launch, request_for, run_all
 from tests.flow.test_elastic import _launch_printing
 from tests.waiting import poll
 
 LATE_CHECKPOINTS = "train.checkpoint.every=100"
+COPIES = "train.peer_copies.every=1"
 
 
 class NodesAreLost(FaultPoints):
@@ -57,9 +60,7 @@ def test_two_nodes_that_are_lost_at_once_cost_at_most_one_step(data: Path, unbro
     nodes = tmp_path / "nodes"
     nodes.mkdir()
     lost = NodesAreLost({1, 2}, 4, nodes)  # ranks 0 and 1 keep each other's copies, and so do 2 and 3
-    request = request_for(
-        data, tmp_path / "run", LATE_CHECKPOINTS, "train.peer_copies.every=1", ranks=4, max_restarts=1
-    )
+    request = request_for(data, tmp_path / "run", LATE_CHECKPOINTS, COPIES, ranks=4, max_restarts=1)
     output = tmp_path / "text"
     [outcome] = fork_ranks(1, _launch_printing, replace(request, faults=lost), output)
     assert outcome == (0, "")
@@ -68,3 +69,45 @@ def test_two_nodes_that_are_lost_at_once_cost_at_most_one_step(data: Path, unbro
     assert steps in ([3], [4]), "four steps were finished, and nothing was on disk"
     assert_same_end(tmp_path / "run", unbroken_four)
     assert [path for path in nodes.rglob("*") if path.suffix] == [], "copies are removed at the end"
+
+
+@pytest.mark.long
+def test_nodes_that_keep_each_others_copies_are_lost_with_them(data: Path, unbroken_four: Path, tmp_path: Path) -> None:
+    nodes = tmp_path / "nodes"
+    nodes.mkdir()
+    request = request_for(data, tmp_path / "run", LATE_CHECKPOINTS, COPIES, ranks=4, max_restarts=1)
+    output = tmp_path / "text"
+    [outcome] = fork_ranks(1, _launch_printing, replace(request, faults=NodesAreLost({2, 3}, 4, nodes)), output)
+    assert outcome == (0, "")
+    assert "holds no checkpoint yet: starting from the first step" in output.read_text(encoding="utf-8")
+    assert_same_end(tmp_path / "run", unbroken_four)
+
+
+class OtherNodes(FaultPoints):
+    """Starts ranks on nodes of another run, by their numbers there."""
+
+    def __init__(self, nodes: Sequence[int], folder: Path) -> None:
+        self.nodes, self.folder = nodes, folder
+
+    def node_memory(self, rank: int, folder: Path) -> Path:
+        """See `FaultPoints`."""
+        return self.folder / f"node-{self.nodes[rank]}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("placement", [("parallel.placement=disaggregated",), SHARDED])
+def test_nodes_that_are_left_go_on_from_their_copies_with_another_plan(
+    data: Path, unbroken_four: Path, tmp_path: Path, placement: tuple[str, ...]
+) -> None:
+    nodes = tmp_path / "nodes"
+    nodes.mkdir()
+    request = request_for(data, tmp_path / "run", LATE_CHECKPOINTS, COPIES, *placement, ranks=4, elastic=True)
+    with pytest.raises(RanksFailed, match="died without a word"):
+        run_all(*[request] * 4, faults=NodesAreLost({1, 2}, 4, nodes))
+    resumed = replace(request, resume=True)
+    assert run_all(resumed, resumed, faults=OtherNodes((3, 0), nodes)) == ["", ""]
+    steps = read_metrics(tmp_path / "run")
+    ranks = [step["ranks"] for step in steps]
+    assert ranks in ([4] * 4 + [2] * 2, [4] * 3 + [2] * 3)
+    expected = [step["loss"] for step in read_metrics(unbroken_four)]
+    assert [step["loss"] for step in steps] == pytest.approx(expected, rel=1e-5)

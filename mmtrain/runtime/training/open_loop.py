@@ -182,7 +182,9 @@ def build_hooks(
         hooks.append(BestCheckpoint(run.position.best, train, world, records))
     hooks += _plugin_hooks(run)
     checkpointing = Checkpointing(writer, records, train.checkpoint)
-    copying = None if beside.memory is None else PeerCopying(beside.memory, train.peer_copies.every, records)
+    copying = None
+    if beside.memory is not None:
+        copying = PeerCopying(beside.memory, train.peer_copies.every, partial(_print_of_rank, world.rank))
     hooks += [
         *_elastic_hooks(run, records),
         LoadImbalanceReports(index, run.targets, rank_context.dp[LLM], records),

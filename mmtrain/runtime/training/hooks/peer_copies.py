@@ -1,15 +1,17 @@
 """Copy the run's state into the memory of its nodes, so that a run that fails goes on from a recent step."""
 
+from collections.abc import Callable
+
 from mmtrain.runtime.execution.peer_copies import END_WAIT_S, PeerCopies
-from mmtrain.runtime.training.run_records import RunRecords
 from mmtrain.runtime.training.step_hook import StepContext, StepHook
 
 
 class PeerCopying(StepHook):
     """Takes a copy every `every` steps; one that is due while the last one is under way follows that."""
 
-    def __init__(self, copies: PeerCopies, every: int, records: RunRecords) -> None:
-        self._copies, self._every, self._records = copies, every, records
+    def __init__(self, copies: PeerCopies, every: int, notify: Callable[[str], None]) -> None:
+        """Take copies; `notify` tells the user what concerns this rank."""
+        self._copies, self._every, self._notify = copies, every, notify
         self._is_due = False
         self._has_failed = False
 
@@ -42,7 +44,7 @@ class PeerCopying(StepHook):
         error = self._copies.error
         if error is not None and not self._has_failed:
             self._has_failed = True
-            self._records.note(f"no further copies are made in memory: {error}; {self._copies.step} was the last")
+            self._notify(f"no further copies in memory are made, and a failure goes back further: {error}")
 
     def close(self) -> None:
         """See `StepHook`. After a failure, what is under way may wait for a rank that is gone."""
