@@ -8,6 +8,7 @@ double the time of a training step.
 
 import contextlib
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -48,7 +49,28 @@ def _no_remark_on_cuda() -> Iterator[None]:
         logger.setLevel(level)
 
 
-with warnings.catch_warnings(), _nothing_compiled(), _no_remark_on_cuda(), triton_stands_in():
+@contextlib.contextmanager
+def _not_installed(*names: str) -> Iterator[None]:
+    """Let modules that are not loaded yet look as if they were not installed.
+
+    Megatron-core loads trackers that it could log to, which takes a second of every process where they are there.
+    """
+    hidden = [name for name in names if name not in sys.modules]
+    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        for name in hidden:
+            del sys.modules[name]
+
+
+with (
+    warnings.catch_warnings(),
+    _nothing_compiled(),
+    _no_remark_on_cuda(),
+    triton_stands_in(),
+    _not_installed("wandb", "torch.utils.tensorboard"),
+):
     # Warnings at import: optional CUDA packages are absent, and torch renamed some of its API.
     warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed", category=UserWarning)
     warnings.filterwarnings("ignore", message="`torch.jit.script", category=DeprecationWarning)
