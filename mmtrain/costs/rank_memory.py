@@ -78,6 +78,11 @@ class StateBytes:
         has_master = self.parameter < ELEMENT_BYTES["fp32"]
         return 1.0 if has_master else (self.optimizer + self.parameter) / self.optimizer
 
+    def copied(self, optimizer: float, frozen: float) -> tuple[float, float]:
+        """Return the bytes of copies on the device and in host memory, of so much optimizer state and frozen weights."""
+        num_bytes = self.copies.number * (optimizer * self.saved_share + frozen)
+        return (num_bytes, 0.0) if self.copies.on_device else (0.0, num_bytes)
+
     def saved_by_muon(self, layer: LayerShape, tp: int) -> tuple[int, int]:
         """Return the bytes that Muon saves in a layer, before they are sharded: of all replicas, and of experts apart.
 
@@ -266,8 +271,7 @@ def rank_memory(
     margin = MEMORY_MARGIN * (parameters + gradients + optimizer + activations + buffers)
     inputs = NUM_INPUT_ARENAS * INPUT_ARENA_GROWTH * sum(step_input_bytes(stage) for stage in held)
     host = float(sum(stage.in_flight * microbatch_host_bytes(stage, costs, precision) for stage in held))
-    copied = size.copies.number * (optimizer * size.saved_share + frozen)
-    copies, host_copies = (copied, 0.0) if size.copies.on_device else (0.0, copied)
+    copies, host_copies = size.copied(optimizer, frozen)
     return RankMemory(
         parameters,
         gradients,

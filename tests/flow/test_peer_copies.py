@@ -71,7 +71,7 @@ def test_two_nodes_that_are_lost_at_once_cost_at_most_one_step(data: Path, unbro
     assert [path for path in nodes.rglob("*") if path.suffix] == [], "copies are removed at the end"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_nodes_that_keep_each_others_copies_are_lost_with_them(data: Path, unbroken_four: Path, tmp_path: Path) -> None:
     nodes = tmp_path / "nodes"
     nodes.mkdir()

@@ -16,7 +16,7 @@ from mmtrain.models.shapes.param_spec import ParamSpec
 from mmtrain.runtime.execution.activity import Activity
 from mmtrain.runtime.execution.checkpointing import SavedRank
 from mmtrain.runtime.execution.peer_copies import NodeMemory, PeerCopies, find_newest_copy
-from mmtrain.runtime.training.hooks.peer_copies import PeerCopying
+from mmtrain.runtime.training.hooks.peer_copying import PeerCopying
 from mmtrain.runtime.training.step_hook import StepContext
 from mmtrain.runtime.world import World
 

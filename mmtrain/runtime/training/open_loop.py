@@ -36,7 +36,7 @@ from mmtrain.runtime.training.hooks.guards import CourseWatch, FolderGuard, NonF
 from mmtrain.runtime.training.hooks.held_out import HeldOutEvaluation, Validation
 from mmtrain.runtime.training.hooks.hugging_face import HuggingFaceExport, HuggingFaceFolders, finish_folders
 from mmtrain.runtime.training.hooks.learning_rate import LearningRateSchedule
-from mmtrain.runtime.training.hooks.peer_copies import PeerCopying
+from mmtrain.runtime.training.hooks.peer_copying import PeerCopying
 from mmtrain.runtime.training.hooks.plugin_hooks import HookRun, PluginHook, find_hooks
 from mmtrain.runtime.training.hooks.replanning import Replanning
 from mmtrain.runtime.training.hooks.reports import LoadImbalanceReports, MetricsLog, StragglerReports
