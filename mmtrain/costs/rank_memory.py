@@ -79,7 +79,7 @@ class StateBytes:
         return 1.0 if has_master else (self.optimizer + self.parameter) / self.optimizer
 
     def copied(self, optimizer: float, frozen: float) -> tuple[float, float]:
-        """Return the bytes of copies on the device and in host memory, of so much optimizer state and frozen weights."""
+        """Return the bytes of copies on the device and in host memory, of this optimizer state and frozen weights."""
         num_bytes = self.copies.number * (optimizer * self.saved_share + frozen)
         return (num_bytes, 0.0) if self.copies.on_device else (0.0, num_bytes)
 
@@ -240,10 +240,9 @@ def rank_memory(
         communicator_bytes: of its communicators. The allocator does not manage them, so no margin is added; nor to
             inputs, of which all microbatches count like the largest.
     """
-    parameters = gradients = optimizer = frozen = 0.0
+    parameters = gradients = optimizer = 0.0
     for stage in held:
         for run, number in stage.runs:
-            frozen += number * _frozen_bytes(stage, run.layer, size)
             state = _held_layer_state(stage, run.layer, size)
             parameters += number * state[0]
             gradients += number * state[1]
@@ -271,25 +270,17 @@ def rank_memory(
     margin = MEMORY_MARGIN * (parameters + gradients + optimizer + activations + buffers)
     inputs = NUM_INPUT_ARENAS * INPUT_ARENA_GROWTH * sum(step_input_bytes(stage) for stage in held)
     host = float(sum(stage.in_flight * microbatch_host_bytes(stage, costs, precision) for stage in held))
-    copies, host_copies = size.copied(optimizer, frozen)
-    return RankMemory(
-        parameters,
-        gradients,
-        optimizer,
-        activations,
-        buffers,
-        margin,
-        communicator_bytes,
-        inputs,
-        host,
-        copies,
-        host_copies,
+    copies = size.copied(optimizer, sum(_frozen_bytes(stage, size) for stage in held))
+    of_data = (communicator_bytes, inputs, host)
+    return RankMemory(parameters, gradients, optimizer, activations, buffers, margin, *of_data, *copies)
+
+
+def _frozen_bytes(stage: HeldLayers, size: StateBytes) -> float:
+    """Return the bytes of frozen weights of a stage that one rank saves: the first replica alone does."""
+    num_frozen = sum(
+        number * (analytic.num_parameters(run.layer, stage.tp) - analytic.num_trained_parameters(run.layer, stage.tp))
+        for run, number in stage.runs
     )
-
-
-def _frozen_bytes(stage: HeldLayers, layer: LayerShape, size: StateBytes) -> float:
-    """Return the bytes of frozen weights of a layer that one rank saves: the first replica alone does."""
-    num_frozen = analytic.num_parameters(layer, stage.tp) - analytic.num_trained_parameters(layer, stage.tp)
     return num_frozen * size.parameter / (stage.shard or 1)
 
 
