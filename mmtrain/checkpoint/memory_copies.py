@@ -10,6 +10,7 @@ together is complete if it has the files of all ranks after one step.
 """
 
 import contextlib
+import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -47,13 +48,17 @@ class CopyRecord:
     rank_state: Mapping[str, Any]
 
     def to_bytes(self) -> bytes:
-        """Return the record's file."""
-        return json.dumps(asdict(self), allow_nan=False).encode()
+        """Return the record's file, which starts with the SHA-256 of the rest."""
+        body = json.dumps(asdict(self), allow_nan=False).encode()
+        return hashlib.sha256(body).hexdigest().encode() + b"\n" + body
 
     @classmethod
     def from_bytes(cls, content: bytes) -> "CopyRecord":
         """Read what `to_bytes` wrote. Raises ValueError and TypeError for anything else."""
-        return cls(**json.loads(content))
+        digest, _, body = content.partition(b"\n")
+        if hashlib.sha256(body).hexdigest().encode() != digest:
+            raise ValueError("the record of a copy has changed")
+        return cls(**json.loads(body))
 
     def rank_state_bytes(self) -> bytes:
         """Return the file of the rank's state, as a checkpoint has it."""

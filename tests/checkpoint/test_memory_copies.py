@@ -72,8 +72,13 @@ def test_every_changed_bit_makes_a_copy_unusable(tmp_path: Path) -> None:
     assert memory_copies.read_record(folder, 0) is None
     path.write_bytes(content)
     assert memory_copies.read_record(folder, 0) is not None
-    memory_copies.record_file(folder, 0).write_bytes(b"{}")
-    assert memory_copies.read_record(folder, 0) is None
+    record = memory_copies.record_file(folder, 0)
+    content = record.read_bytes()
+    for number in range(0, 8 * len(content), 13):
+        changed = bytearray(content)
+        changed[number // 8] ^= 1 << number % 8
+        record.write_bytes(changed)
+        assert memory_copies.read_record(folder, 0) is None
 
 
 def test_a_copy_that_is_being_overwritten_is_none(tmp_path: Path) -> None:

@@ -28,8 +28,9 @@ from mmtrain.runtime.execution.checkpointing import SavedRank, SnapshotCopy, req
 from mmtrain.runtime.execution.rank_context import RankContext
 from mmtrain.runtime.world import World
 
-MESSAGE_BYTES = 64 << 20  # of one send: each is received before the training ends it, so a failure leaves little behind
+MESSAGE_BYTES = 64 << 20  # of one send
 END_WAIT_S = 2.0  # for a copy that is under way when the run fails: its peers may be gone
+LAST_COPY_WAIT_S = 60.0  # for one that is under way when the run ends: its peer may have failed to copy
 
 
 @dataclass(frozen=True)
@@ -211,8 +212,8 @@ class PeerCopies:
                 self._thread = None
 
     def remove(self) -> None:
-        """Remove what this rank has copied, and what it keeps for others; nothing is copied afterwards."""
-        self.finish()
+        """Remove what the ranks of this node have copied, and what they keep for others; the run has ended."""
+        self.finish(LAST_COPY_WAIT_S)
         self._mapped.clear()
         memory_copies.remove_all(self._memory.root)
 
@@ -229,7 +230,10 @@ class PeerCopies:
             self.error = error
 
     def _exchange(self, record: CopyRecord, folder: Path, mapped: Mapping[int, Tensor]) -> None:
-        """Send this rank's copy to its peer, and receive those that it keeps. All receives start before any wait."""
+        """Send this rank's copy to its peer, and receive those that it keeps.
+
+        Sends start before any wait: ranks that keep each other's copies would wait for each other.
+        """
         own = self._rank.world.rank
         content = torch.frombuffer(bytearray(record.to_bytes()), dtype=torch.uint8)
         sends = [self._send(torch.tensor([len(content)])), self._send(content)]

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from mmtrain.runtime.execution.peer_copies import END_WAIT_S, PeerCopies
+from mmtrain.runtime.execution.peer_copies import END_WAIT_S, LAST_COPY_WAIT_S, PeerCopies
 from mmtrain.runtime.training.step_hook import StepContext, StepHook
 
 
@@ -33,8 +33,8 @@ class PeerCopying(StepHook):
         self._tell_failure()
 
     def finish(self) -> None:
-        """Wait for the copy that is under way."""
-        self._copies.finish()
+        """Wait for the copy that is under way, unless its peer does not come."""
+        self._copies.finish(LAST_COPY_WAIT_S)
 
     def _ends(self, ctx: StepContext) -> bool:
         return ctx.is_last or ctx.reduction.stop_requested
