@@ -49,12 +49,16 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], help="a setting, such as train.peer_copies.every=1")
     options = parser.parse_args()
     report = start("Seconds to the next step of an elastic run under torchrun", options)
-    with tempfile.TemporaryDirectory(prefix="bench-elastic-") as temporary:
+    with (
+        tempfile.TemporaryDirectory(prefix="bench-elastic-") as temporary,
+        tempfile.TemporaryDirectory(prefix="bench-elastic-", dir="/dev/shm") as memory,  # runs are killed in the end
+    ):
         folder = Path(temporary)
+        settings = [*options.set, f"train.peer_copies.folder={memory}"]
         _generate(folder / "data")
         for fault in options.fault:
             recoveries = [
-                _measure(folder, folder / f"{fault}-{number}", fault, options.set) for number in range(options.count)
+                _measure(folder, folder / f"{fault}-{number}", fault, settings) for number in range(options.count)
             ]
             _write(report, fault, recoveries)
 
