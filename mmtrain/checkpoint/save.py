@@ -107,14 +107,7 @@ def _write_rank_files(draft: Path, snapshot: Snapshot, rank: int, storage: Stora
     Errors are returned and not raised: if this rank left here, the others would wait in `gather`.
     """
     try:
-        pieces: dict[str, dict[str, Any]] = {}
-        for shard in snapshot.shards:
-            dtype = tensorfile.dtype_name(shard.tensor)
-            shape = shard.spec.full_shape
-            record = pieces.setdefault(shard.name, {"dtype": dtype, "shape": shape, "pieces": []})
-            if (record["dtype"], record["shape"]) != (dtype, shape):
-                raise CheckpointError(f"{shard.name}: pieces of different shapes or dtypes on rank {rank}")
-            record["pieces"].append(shard.spec.to_text())
+        pieces = describe_pieces(snapshot.shards, rank)
         rank_state = json.dumps(snapshot.rank_state, allow_nan=False).encode()
         contents: dict[str, Iterable[bytes | memoryview]] = {
             layout.tensor_file(rank): tensorfile.chunks(snapshot.shards),
@@ -125,6 +118,19 @@ def _write_rank_files(draft: Path, snapshot: Snapshot, rank: int, storage: Stora
         return {"files": files, "pieces": pieces}
     except Exception as error:
         return {"error": f"rank {rank}: {describe(error)}"}
+
+
+def describe_pieces(shards: Sequence[Shard], rank: int) -> dict[str, dict[str, Any]]:
+    """Return the pieces that a rank saves of each tensor, as `join_pieces` takes them. Raises CheckpointError."""
+    pieces: dict[str, dict[str, Any]] = {}
+    for shard in shards:
+        dtype = tensorfile.dtype_name(shard.tensor)
+        shape = shard.spec.full_shape
+        record = pieces.setdefault(shard.name, {"dtype": dtype, "shape": shape, "pieces": []})
+        if (record["dtype"], record["shape"]) != (dtype, shape):
+            raise CheckpointError(f"{shard.name}: pieces of different shapes or dtypes on rank {rank}")
+        record["pieces"].append(shard.spec.to_text())
+    return pieces
 
 
 def _commit(

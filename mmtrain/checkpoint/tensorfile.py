@@ -44,14 +44,24 @@ def dtype_name(tensor: "torch.Tensor") -> str:
 
 
 def chunks(shards: Sequence[Shard]) -> Iterator[bytes | memoryview]:
-    """Yield the file's bytes. Tensors are copied to the host one at a time, widest elements first for alignment."""
-    ordered = sorted(shards, key=lambda shard: (-shard.tensor.element_size(), key(shard.name, shard.spec)))
-    yield header_bytes(
+    """Yield the file's bytes. Tensors are copied to the host one at a time."""
+    ordered = in_file_order(shards)
+    yield header_of(ordered)
+    for shard in ordered:
+        yield tensor_bytes(shard.tensor)
+
+
+def in_file_order(shards: Iterable[Shard]) -> list[Shard]:
+    """Return shards as they lie in a file: widest elements first, for alignment."""
+    return sorted(shards, key=lambda shard: (-shard.tensor.element_size(), key(shard.name, shard.spec)))
+
+
+def header_of(ordered: Sequence[Shard]) -> bytes:
+    """Return everything before the data of a file with these shards, in this order."""
+    return header_bytes(
         TensorEntry(key(shard.name, shard.spec), dtype_name(shard.tensor), tuple(shard.tensor.shape))
         for shard in ordered
     )
-    for shard in ordered:
-        yield tensor_bytes(shard.tensor)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from mmtrain.costs.hardware import Hardware, Precision
 from mmtrain.costs.hardware_presets import PRESETS
 from mmtrain.costs.layer_arithmetic import input_grad_needed, model_flops, num_parameters, num_trained_parameters
 from mmtrain.costs.measured_costs import MeasuredCosts
-from mmtrain.costs.rank_memory import HeldLayers, RankMemory, StateBytes, rank_memory, state_bytes
+from mmtrain.costs.rank_memory import HeldLayers, RankMemory, StateBytes, StateCopies, rank_memory, state_bytes
 
 __all__ = [
     "PRESETS",
@@ -33,6 +33,7 @@ __all__ = [
     "Precision",
     "RankMemory",
     "StateBytes",
+    "StateCopies",
     "TokenLoad",
     "TokenSplit",
     "costs_for",

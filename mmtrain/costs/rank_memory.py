@@ -12,7 +12,7 @@ from mmtrain.costs.context_parallel_costs import exchange_buffer_bytes
 from mmtrain.costs.cost_model import CostModel, TokenLoad
 from mmtrain.costs.expert_costs import expert_replicas
 from mmtrain.costs.gradient_reduction import BYTES_PER_GRADIENT
-from mmtrain.costs.hardware import ELEMENT_BYTES, Precision
+from mmtrain.costs.hardware import ELEMENT_BYTES, Hardware, Precision
 from mmtrain.costs.muon_costs import muon_buffer_bytes, num_muon_parameters
 from mmtrain.costs.offload_costs import NUM_BLOCKS_ON_DEVICE, without_offload
 from mmtrain.models.shapes.layer_shape import COPIES_SUMMED_AT_ONCE, Attention, MoeMlp, expert_shard
@@ -34,6 +34,34 @@ INDEX_BYTES_PER_TOKEN = 24  # that come with a step for each stage: positions in
 NUM_GATHERED_LAYERS = 2  # layers with whole weights on a rank: the one computed and the one being gathered
 
 
+NUM_OWN_COPIES = 2  # in a node's memory: one is complete while the other changes
+
+
+@dataclass(frozen=True)
+class StateCopies:
+    """Copies of a rank's part of a checkpoint in the memory of its node (`train.peer_copies`)."""
+
+    number: int = 0  # with those that a rank keeps for its peer
+    on_device: bool = False  # the host's memory is that in which ranks compute
+
+    @property
+    def has_peers(self) -> bool:
+        """Whether a rank keeps copies for another node's, too."""
+        return self.number > NUM_OWN_COPIES
+
+    @classmethod
+    def planned(cls, every: int, num_ranks: int, hardware: Hardware) -> "StateCopies":
+        """Return the copies of a run that takes one `every` steps, in turn into two places, here and at a peer."""
+        if not every:
+            return cls()
+        is_one_machine = num_ranks <= hardware.ranks_per_node and not hardware.spans_machines
+        number = NUM_OWN_COPIES if is_one_machine else 2 * NUM_OWN_COPIES
+        return cls(number, hardware.host_bytes_per_s is None)
+
+
+NO_COPIES = StateCopies()
+
+
 @dataclass(frozen=True)
 class StateBytes:
     """Bytes per parameter. Optimizer state is sharded over the data-parallel replicas (ZeRO-1, arXiv 1910.02054)."""
@@ -42,6 +70,18 @@ class StateBytes:
     gradient: int  # only if it trains
     optimizer: int  # only if it trains: Adam's two moments, and the fp32 master weight of a bf16 parameter
     muon_saves: int = 0  # of these, what a parameter that Muon trains does not need; 0: it trains none
+    copies: StateCopies = NO_COPIES
+
+    @property
+    def saved_share(self) -> float:
+        """What a checkpoint holds of parameters that train, over their optimizer state: fp32 weights have no master."""
+        has_master = self.parameter < ELEMENT_BYTES["fp32"]
+        return 1.0 if has_master else (self.optimizer + self.parameter) / self.optimizer
+
+    def copied(self, optimizer: float, frozen: float) -> tuple[float, float]:
+        """Return the bytes of copies on the device and in host memory, of this optimizer state and frozen weights."""
+        num_bytes = self.copies.number * (optimizer * self.saved_share + frozen)
+        return (num_bytes, 0.0) if self.copies.on_device else (0.0, num_bytes)
 
     def saved_by_muon(self, layer: LayerShape, tp: int) -> tuple[int, int]:
         """Return the bytes that Muon saves in a layer, before they are sharded: of all replicas, and of experts apart.
@@ -55,12 +95,15 @@ class StateBytes:
 
 
 def state_bytes(
-    precision: Precision, moments: Precision = "fp32", kind: Literal["adamw", "muon"] = "adamw"
+    precision: Precision,
+    moments: Precision = "fp32",
+    kind: Literal["adamw", "muon"] = "adamw",
+    copies: StateCopies = NO_COPIES,
 ) -> StateBytes:
     """Return the bytes per parameter for parameters in `precision`, and `moments` and `kind` of `train.optimizer`."""
     master_bytes, moment_bytes = 4 if precision == "bf16" else 0, ELEMENT_BYTES[moments]
     muon_saves = moment_bytes if kind == "muon" else 0
-    return StateBytes(ELEMENT_BYTES[precision], 4, master_bytes + 2 * moment_bytes, muon_saves)
+    return StateBytes(ELEMENT_BYTES[precision], 4, master_bytes + 2 * moment_bytes, muon_saves, copies)
 
 
 @dataclass(frozen=True)
@@ -148,6 +191,19 @@ class RankMemory:
     communicators: float = 0.0
     inputs: float = 0.0
     host_activations: float = 0.0  # in host memory, so no part of the total
+    copies: float = 0.0  # of state in the memory of the node, where ranks compute in that
+    host_copies: float = 0.0  # of state in host memory, so no part of the total
+
+    @property
+    def on_host(self) -> float:
+        """What lies in host memory beside the device's."""
+        return self.host_activations + self.host_copies
+
+    @property
+    def on_host_text(self) -> str:
+        """Name what lies there."""
+        kinds = {"activations": self.host_activations, "copies of its state": self.host_copies}
+        return " and ".join(kind for kind, nbytes in kinds.items() if nbytes)
 
     @property
     def total(self) -> float:
@@ -162,7 +218,10 @@ class RankMemory:
 
     def by_kind(self) -> dict[str, float]:
         """Return the bytes of each kind on the device."""
-        return {f.name: float(getattr(self, f.name)) for f in fields(self) if f.name != "host_activations"}
+        kinds = {f.name: float(getattr(self, f.name)) for f in fields(self) if not f.name.startswith("host_")}
+        if not self.copies:
+            del kinds["copies"]  # few runs take any
+        return kinds
 
 
 def rank_memory(
@@ -211,7 +270,18 @@ def rank_memory(
     margin = MEMORY_MARGIN * (parameters + gradients + optimizer + activations + buffers)
     inputs = NUM_INPUT_ARENAS * INPUT_ARENA_GROWTH * sum(step_input_bytes(stage) for stage in held)
     host = float(sum(stage.in_flight * microbatch_host_bytes(stage, costs, precision) for stage in held))
-    return RankMemory(parameters, gradients, optimizer, activations, buffers, margin, communicator_bytes, inputs, host)
+    copies = size.copied(optimizer, sum(_frozen_bytes(stage, size) for stage in held))
+    of_data = (communicator_bytes, inputs, host)
+    return RankMemory(parameters, gradients, optimizer, activations, buffers, margin, *of_data, *copies)
+
+
+def _frozen_bytes(stage: HeldLayers, size: StateBytes) -> float:
+    """Return the bytes of frozen weights of a stage that one rank saves: the first replica alone does."""
+    num_frozen = sum(
+        number * (analytic.num_parameters(run.layer, stage.tp) - analytic.num_trained_parameters(run.layer, stage.tp))
+        for run, number in stage.runs
+    )
+    return num_frozen * size.parameter / (stage.shard or 1)
 
 
 def step_input_bytes(stage: HeldLayers) -> int:

@@ -233,6 +233,11 @@ def _sentences(plan: Plan) -> Iterator[str]:
     if predicted.muon_s is not None:
         share = predicted.muon_s / predicted.step_time_s
         yield f"Muon moves and orthogonalizes matrices for {seconds_text(predicted.muon_s)} of the step ({share:.1%})."
+    if predicted.copies is not None:
+        yield (
+            f"A copy of the state takes {seconds_text(predicted.copies.seconds)} beside the steps; copies fill at most "
+            f"{memory_text(predicted.copies.gib)} of a node's memory for a rank."
+        )
     yield f"Ranks are idle for {idle_text(predicted.bubbles)}."
     phases = predicted_phases(plan)
     if phases is not None:

@@ -24,6 +24,7 @@ SKIPPED_POSITIONS_FILE = "skipped_positions.json"  # of the data, that `--skip-s
 ABANDONED_FOLDER = "abandoned"  # what came after the checkpoints that the run went back to
 SKIPPED_STEPS_FILE = "skipped.jsonl"  # steps whose gradient was not finite, with their samples
 CORRUPTION_FILE = "corruption.jsonl"  # what changed by itself of weights and optimizer state, and when it was found
+COPIES_FILE = "peer_copies.json"  # tells copies in memory of the run's present course from those that it has left
 STANDBY_PLANS_FOLDER = "plans"  # for other numbers of ranks, with `--elastic`
 RUN_STATE_FILE = "state.json"
 RunStatus = Literal["running", "done", "stopped", "failed"]

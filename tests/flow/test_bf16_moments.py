@@ -6,7 +6,7 @@ import pytest
 
 from mmtrain.checkpoint import open_newest_good
 from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER
-from mmtrain.runtime.training.start_run import describe_converted_moments
+from mmtrain.runtime.training.restore_run import describe_converted_moments
 from tests.flow.cases import Mesh, plan, recipe
 from tests.flow.equality import assert_equals_one_process
 from tests.flow.runs import NUM_STEPS, kill_and_resume, refuse, request_for, run_all

@@ -1,6 +1,8 @@
 """`train.deterministic` reaches torch and the kernels of attention."""
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +12,7 @@ from torch import Tensor
 
 from mmtrain.models.attention import AttentionOptions, SequenceLayout, attend
 from mmtrain.runtime.execution.precision import CUBLAS_WORKSPACE_VARIABLE, set_determinism
+from tests.waiting import MAX_WAIT_S
 
 
 @pytest.fixture(autouse=True)
@@ -48,3 +51,14 @@ def test_the_setting_holds_for_torch_and_leaves_what_the_user_set(monkeypatch: p
     assert os.environ[CUBLAS_WORKSPACE_VARIABLE] == ":16:8"
     set_determinism(False)
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_a_rank_loads_neither_compilers_nor_trackers_that_it_does_not_use() -> None:
+    program = (
+        "import sys; from mmtrain.runtime.training import train; from mmtrain.runtime.execution import precision; "
+        "precision.set_determinism(False); "
+        "print({'torch._inductor', 'wandb', 'torch.utils.tensorboard'} & {*sys.modules})"
+    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=MAX_WAIT_S, check=True)
+    assert done.stdout == "set()\n", "every start of a rank would take a second longer"

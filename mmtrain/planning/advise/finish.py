@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, groupby
 
 import numpy as np
@@ -19,6 +19,7 @@ from mmtrain.planning.advise.why_slower import explain_measured_slower, explain_
 from mmtrain.planning.artifact.plan import (
     AS_FAST_TEXT,
     Alternative,
+    CopyPrediction,
     MeasuredPlan,
     Plan,
     Prediction,
@@ -133,7 +134,27 @@ def predict(chosen: Candidate, evaluator: Evaluator) -> Prediction:
         memory_gib=round(machine.memory_bytes / GIB, 4),
         balance=stage_balance(chosen, evaluator),
         muon_s=_muon_seconds(chosen, evaluator),
+        copies=_copies(memory.values(), evaluator),
     )
+
+
+def _copies(memory: Iterable[RankMemory], evaluator: Evaluator) -> CopyPrediction | None:
+    """Return what copies of the state take on the rank that holds most; None if the run takes none.
+
+    A copy comes from the device, is read once for its sum, and goes to the peer, where it is read once more. Where
+    ranks compute in host memory, they read and write it themselves.
+    """
+    machine, copies = evaluator.problem.hardware, evaluator.problem.state_bytes.copies
+    if not copies.number:
+        return None
+    most_bytes = max(held.copies + held.host_copies for held in memory)
+    one_bytes = most_bytes / copies.number
+    if machine.host_bytes_per_s is None:
+        copy_s = 3 * one_bytes / machine.moved_bytes_per_s
+    else:
+        copy_s = one_bytes / machine.host_bytes_per_s
+    send_s = machine.inter_node.seconds(one_bytes) if copies.has_peers else 0.0
+    return CopyPrediction(gib=round(most_bytes / GIB, 4), seconds=copy_s + send_s)
 
 
 def _muon_seconds(chosen: Candidate, evaluator: Evaluator) -> float | None:

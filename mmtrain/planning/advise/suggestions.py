@@ -131,7 +131,7 @@ def _suggest_bf16_moments(evaluator: Evaluator, assignments: Sequence[MeshAssign
     """Suggest moments in bf16 where they are fp32 and may be bf16."""
     if evaluator.problem.recipe.train.optimizer.kind != "adamw":
         return
-    smaller = state_bytes(evaluator.problem.precision, "bf16")
+    smaller = state_bytes(evaluator.problem.precision, "bf16", copies=evaluator.problem.state_bytes.copies)
     is_new = evaluator.layer_costs.state_bytes != smaller
     if is_new and _fits_anywhere(_with_settings(evaluator, state=smaller), assignments):
         yield "train.optimizer.moments: bf16"

@@ -40,7 +40,10 @@ from mmtrain.program.verify.check import MemoryLimit
 from mmtrain.program.verify.deadlock import MIN_SEND_WINDOW
 from mmtrain.program.verify.live_activations import peak_in_flight_by_stage
 
-HOST_REMEDY = "a larger cluster.host_memory_gib, if the node has it, offload: inputs or none, or a smaller data.seq_len"
+HOST_REMEDY = (
+    "a larger cluster.host_memory_gib, if the node has it, offload: inputs or none, train.peer_copies.every: 0, or a "
+    "smaller data.seq_len"
+)
 ROUNDING_BYTES = 1.0  # bytes are counted in floats where state is sharded
 
 
@@ -224,7 +227,7 @@ class GraphMemory:
 
         memory_bytes: that each rank may hold, as counted.
 
-        Those in host memory may take all of `host_memory_bytes`.
+        Those in host memory may take what copies of state leave of `host_memory_bytes`.
 
         Where a step has several phases, gradients and buffers are those of the phase that has least: activations of all
         phases are compared with one limit.
@@ -244,11 +247,14 @@ class GraphMemory:
         for rank, of_rank in memory.items():
             fixed = of_rank.parameters + of_rank.optimizer
             fixed += min(of_phase[rank].gradients + of_phase[rank].buffers for of_phase in of_phases)
-            managed_bytes = (memory_bytes[rank] - of_rank.communicators - of_rank.inputs) / (1 + MEMORY_MARGIN)
+            unmanaged_bytes = of_rank.communicators + of_rank.inputs + of_rank.copies
+            managed_bytes = (memory_bytes[rank] - unmanaged_bytes) / (1 + MEMORY_MARGIN)
             limit_bytes[rank] = math.floor(managed_bytes - fixed + ROUNDING_BYTES)
         if not any(host_nbytes.values()):
             return MemoryLimit(bytes_of, limit_bytes)
-        host_limit_bytes = dict.fromkeys(memory, math.floor(host_memory_bytes))
+        host_limit_bytes = {
+            rank: math.floor(host_memory_bytes - of_rank.host_copies) for rank, of_rank in memory.items()
+        }
         on_host = MemoryLimit(lambda stage, mb: host_nbytes[stage], host_limit_bytes, "in host memory", HOST_REMEDY)
         return MemoryLimit(bytes_of, limit_bytes, host=on_host)
 

@@ -278,6 +278,13 @@ class ExpertPrediction(_Frozen):
     steps_s: dict[int, float | None] = {}  # seconds of a step by ranks that hold experts; None: none fits or as fast
 
 
+class CopyPrediction(_Frozen):
+    """What copies of the run's state in host memory (`train.peer_copies`) take."""
+
+    gib: float  # of the fullest rank, with those that it keeps for its peer
+    seconds: float  # from its start until a copy is complete, beside the steps
+
+
 class Prediction(_Frozen):
     """What the simulator predicts for this plan, mean over sampled batches of the recipe's data."""
 
@@ -296,6 +303,7 @@ class Prediction(_Frozen):
     other_choices: tuple[SpreadChoice, ...] = ()  # by another spread of the ranks' times
     experts: ExpertPrediction | None = None  # with expert parallelism
     muon_s: float | None = None  # of the step, in which the slowest rank moves and orthogonalizes matrices for Muon
+    copies: CopyPrediction | None = None  # in a run that takes any
     # Of the same LLM on the same ranks, with as many tokens of text alone; None where that was not planned.
     text_only_tokens_per_s_per_gpu: float | None = None
 

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from mmtrain.costs import RankMemory, TokenLoad, costs_for, machine_for, state_bytes
+from mmtrain.costs import RankMemory, StateCopies, TokenLoad, costs_for, machine_for, state_bytes
 from mmtrain.costs.hardware import ELEMENT_BYTES, GIB
 from mmtrain.costs.layer_arithmetic import loss_sizes
 from mmtrain.errors import PlanError
@@ -21,6 +21,7 @@ REMEDIES = {  # by kind of memory that needs most
     "optimizer": "more dp, tp or pp of the unit",
     "activations": "recompute: all of the unit, more tp, or a smaller data.seq_len",
     "buffers": "more tp of the unit, or a smaller data.seq_len",
+    "copies": "more dp, tp or pp of the unit, or train.peer_copies.every: 0",
 }
 
 
@@ -54,10 +55,11 @@ def prove_memory(recipe: Recipe, plan: Plan, shape: ModelShape, device: DeviceMe
         need = f"rank {rank} needs {_need_text(memory[rank])}{as_run}, most of it {memory[rank].binding}"
         raise PlanError(_misfit_text(need, device, remedy(memory[rank].binding, recipe)))
     host_memory_bytes = min(machine_for(recipe, plan.hardware).host_memory_bytes, device.host_bytes)
-    host_bytes = max(of_rank.host_activations for of_rank in memory.values())
-    if host_bytes > host_memory_bytes:
+    fullest = max(memory.values(), key=lambda of_rank: of_rank.on_host)
+    if fullest.on_host > host_memory_bytes:
         raise PlanError(
-            f"the plan keeps {host_bytes / GIB:.4g} GiB of activations of a rank in host memory, and a rank "
+            f"the plan keeps {fullest.on_host / GIB:.4g} GiB of {fullest.on_host_text} of a rank in host memory, and "
+            "a rank "
             f"{'here' if device.host_bytes == host_memory_bytes else f'of {plan.hardware}'} may use "
             f"{host_memory_bytes / GIB:.4g} GiB of it; what makes room is {HOST_REMEDY}"
         )
@@ -79,11 +81,12 @@ def planned_loss(plan: Plan, shape: ModelShape) -> LossSizes:
 
 def _graph_memory(recipe: Recipe, plan: Plan, shape: ModelShape) -> GraphMemory:
     machine, precision, optimizer = machine_for(recipe, plan.hardware), plan.precision, recipe.train.optimizer
+    copies = StateCopies.planned(recipe.train.peer_copies.every, plan.world_size, machine)
     return GraphMemory(
         planned_shape(plan, shape),
         costs_for(machine, precision, recipe.cluster.costs),
         precision,
-        state_bytes(precision, optimizer.moments, optimizer.kind),
+        state_bytes(precision, optimizer.moments, optimizer.kind, copies),
         {unit: TokenLoad(**largest.model_dump()) for unit, largest in plan.data.largest_microbatch.items()},
         frozenset(name for name, unit in plan.units.items() if unit.sp and unit.tp > 1),
     )

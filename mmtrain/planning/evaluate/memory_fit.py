@@ -111,14 +111,15 @@ def _fit_memory(
 
 
 def within_host_memory(fitted: FittedLayout, host_memory_bytes: float) -> FittedLayout | MemoryMisfit:
-    """Return the layout if its activations in host memory have room there."""
-    rank = max(fitted.memory, key=lambda r: fitted.memory[r].host_activations)
-    need_bytes = fitted.memory[rank].host_activations
+    """Return the layout if its activations, and copies of its state, have room in host memory."""
+    rank = max(fitted.memory, key=lambda r: fitted.memory[r].on_host)
+    fullest = fitted.memory[rank]
+    need_bytes = fullest.on_host
     if need_bytes <= host_memory_bytes:
         return fitted
     return MemoryMisfit(
         None,
-        f"rank {rank} keeps {need_bytes / GIB:.3g} GiB of activations in host memory, of which it may use "
+        f"rank {rank} keeps {need_bytes / GIB:.3g} GiB of {fullest.on_host_text} in host memory, of which it may use "
         f"{host_memory_bytes / GIB:.3g} GiB (cluster.host_memory_gib)",
     )
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mmtrain.costs import CostModel, Hardware, Precision, StateBytes, state_bytes
+from mmtrain.costs import CostModel, Hardware, Precision, StateBytes, StateCopies, state_bytes
 from mmtrain.models.shapes.model_shape import ModelShape
 from mmtrain.planning.artifact.plan import Placement, Plan, StepMeasurement
 from mmtrain.planning.space.constraints import RecomputeMode, SequenceParallelSetting, TpOverlapSetting, UnitChoices
@@ -139,7 +139,9 @@ class PlanningProblem:
     def state_bytes(self) -> StateBytes:
         """Bytes of weights, gradients and optimizer state per parameter."""
         optimizer = self.recipe.train.optimizer
-        return state_bytes(self.precision, optimizer.moments, optimizer.kind)
+        every = self.recipe.train.peer_copies.every
+        copies = StateCopies.planned(every, self.cluster.num_ranks, self.hardware)
+        return state_bytes(self.precision, optimizer.moments, optimizer.kind, copies)
 
     @property
     def choices(self) -> Mapping[str, UnitChoices]:

@@ -241,6 +241,27 @@ class CorruptionCheckSettings(Section):
     )
 
 
+class PeerCopySettings(Section):
+    """Copies of weights and optimizer state in host memory, from which a run that fails goes on."""
+
+    every: int = setting(
+        0,
+        ge=0,
+        affects={"plan"},
+        added_later=True,
+        description="Steps between two copies of what a checkpoint holds, made beside the training into the memory of "
+        "the rank's node and of its peer on another node. A run that fails loses so many finished steps at most. "
+        "0: no copies.",
+    )
+    folder: str = setting(
+        "/dev/shm",
+        affects=NOTHING,
+        added_later=True,
+        description="Folder in the memory of every node, which outlives processes. Each rank needs room for two "
+        "copies of its state there, or for four on several nodes.",
+    )
+
+
 HELD_OUT_PREFIX = "val_"  # of the names of what is measured on held-out samples, in `metrics.jsonl`
 HELD_OUT_LOSSES = ("val_loss", "val_drawing_loss")
 
@@ -474,6 +495,9 @@ class TrainSettings(Section):
     )
     corruption_check: CorruptionCheckSettings = Field(
         CorruptionCheckSettings(), description="When to look for state that changed by itself."
+    )
+    peer_copies: PeerCopySettings = Field(
+        PeerCopySettings(), description="Copies of the run's state in host memory, beside its checkpoints."
     )
     on_corruption: Literal["stop", "restore"] = setting(
         "stop",

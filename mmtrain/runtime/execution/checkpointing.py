@@ -111,9 +111,11 @@ class SnapshotCopy:
     Until `wait` returns no live tensor may change.
     """
 
-    def __init__(self, live: Sequence[Tensor]) -> None:
-        """Allocate the copies, and on a GPU the buffers on the way; `run`, in a thread, fills them."""
-        self.copies = [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in live]
+    def __init__(self, live: Sequence[Tensor], copies: Sequence[Tensor] | None = None) -> None:
+        """Allocate the copies, where none are given, and on a GPU the buffers on the way; `run` fills them."""
+        if copies is None:
+            copies = [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in live]
+        self.copies = list(copies)
         self._live = live
         self._is_done = threading.Event()
         self._device = next((tensor.device for tensor in live if tensor.is_cuda), None)
@@ -286,11 +288,23 @@ def restore_checkpoint(
 
     Raises CheckpointError when none is good or the model does not fit.
     """
+    checkpoint = open_checkpoint(root, rank_context, on_bad, world or rank_context.world)
+    load_checkpoint(checkpoint, rank_context, require)
+    return checkpoint
+
+
+def open_checkpoint(root: Path, rank_context: RankContext, on_bad: Callable[[str], None], world: World) -> Checkpoint:
+    """Open the newest good checkpoint; see `restore_checkpoint`."""
     files = rank_context.activity.files
     files.start()
-    ranks = checkpoint_ranks(world or rank_context.world, files)
     required = ("facts", "next_step", "num_updates")  # what `take_snapshot` writes
-    checkpoint = open_newest_good(root, on_bad, ranks, files.advance, required)
+    return open_newest_good(root, on_bad, checkpoint_ranks(world, files), files.advance, required)
+
+
+def load_checkpoint(
+    checkpoint: Checkpoint, rank_context: RankContext, require: Callable[[Checkpoint], None] = lambda _: None
+) -> None:
+    """Load a checkpoint into this rank; see `restore_checkpoint`."""
     require(checkpoint)
     for unit in rank_context.optimizer.units.values():
         unit.load(lambda piece: checkpoint.read(piece.name, shard_spec(piece)))
@@ -300,7 +314,6 @@ def restore_checkpoint(
     rng_rank = rank if rank < checkpoint.world_size else 0
     state = bytes.fromhex(checkpoint.rank_state(rng_rank)["torch_rng"])
     torch.set_rng_state(torch.tensor(list(state), dtype=torch.uint8))
-    return checkpoint
 
 
 def shard_spec(piece: NamedShard) -> ShardSpec:

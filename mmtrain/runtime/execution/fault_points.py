@@ -1,5 +1,7 @@
 """Points of a run at which tests inject faults."""
 
+from pathlib import Path
+
 from torch import Tensor
 
 from mmtrain.checkpoint import LocalStorage, Storage
@@ -29,3 +31,7 @@ class FaultPoints:
     def checkpoint_storage(self, step: int) -> Storage:
         """Return where a checkpoint after `step` steps is written to."""
         return LocalStorage()
+
+    def node_memory(self, rank: int, folder: Path) -> Path:
+        """Return the folder in the memory of a rank's node; ranks with different ones are on different nodes."""
+        return folder

@@ -233,8 +233,14 @@ class Optimizer:
         return None if self._sums is None else self._sums.checked_step
 
     def hold_update(self, wait: Callable[[], None]) -> None:
-        """Call `wait` before the next update: until then something reads weights and moments."""
-        self._wait_for_reader = wait
+        """Call `wait` before the next update, too: until then something reads weights and moments."""
+        wait_for_earlier = self._wait_for_reader
+
+        def wait_for_all() -> None:
+            wait_for_earlier()
+            wait()
+
+        self._wait_for_reader = wait_for_all
 
     def zero_grad(self) -> None:
         """Forget the gradients of the last step."""

@@ -44,4 +44,5 @@ def set_determinism(deterministic: bool) -> None:
         os.environ.setdefault(CUBLAS_WORKSPACE_VARIABLE, CUBLAS_WORKSPACE)
         # Every buffer is written before it is read.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    torch.use_deterministic_algorithms(deterministic)
+    if deterministic != torch.are_deterministic_algorithms_enabled():  # torch loads its compilers to be told
+        torch.use_deterministic_algorithms(deterministic)

@@ -33,7 +33,7 @@ from mmtrain.runtime.run_folder import write_run_state
 from mmtrain.runtime.world import World
 
 WATCHDOG_POLL_S = 0.5
-LOST_RANK_SILENCE_S = 20.0  # of an elastic run; torchrun's agents give each other up after 15 s
+LOST_RANK_SILENCE_S = 15.0  # of an elastic run; as long as torchrun's agents by default wait for each other
 BEATS_PER_SILENCE_LIMIT = 5  # few, since rank 0 asks the store about every rank
 MAX_LISTENER_END_S = 1.0  # in which the listener ends; one that hangs itself ends with the process
 MAX_REPORT_S = 15.0  # in which a report must be on disk: what hangs may be the storage itself

@@ -3,12 +3,13 @@
 import contextlib
 import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from mmtrain.checkpoint import SavingRun
+from mmtrain.checkpoint.memory_copies import remove_all
 from mmtrain.costs.recorded_costs import RECORDED_COSTS_FILE
 from mmtrain.data import BadSampleTracker, Loader, StepRequest, read_quarantine
 from mmtrain.planning.artifact.plan import Plan
@@ -22,6 +23,7 @@ from mmtrain.runtime.evaluation.shown_answers import AnswerLog
 from mmtrain.runtime.execution.activity import ENDING, LOADING, PREPARING
 from mmtrain.runtime.execution.checkpointing import BackgroundSaver, SavedRank
 from mmtrain.runtime.execution.input_arena import copier_for
+from mmtrain.runtime.execution.peer_copies import PeerCopies
 from mmtrain.runtime.execution.step_prefetcher import StepPrefetcher
 from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, QUARANTINE_FILE, TRACE_FILE
 from mmtrain.runtime.training.choose_plan import limited_to_device, plan_that_fits
@@ -34,6 +36,7 @@ from mmtrain.runtime.training.hooks.guards import CourseWatch, FolderGuard, NonF
 from mmtrain.runtime.training.hooks.held_out import HeldOutEvaluation, Validation
 from mmtrain.runtime.training.hooks.hugging_face import HuggingFaceExport, HuggingFaceFolders, finish_folders
 from mmtrain.runtime.training.hooks.learning_rate import LearningRateSchedule
+from mmtrain.runtime.training.hooks.peer_copying import PeerCopying
 from mmtrain.runtime.training.hooks.plugin_hooks import HookRun, PluginHook, find_hooks
 from mmtrain.runtime.training.hooks.replanning import Replanning
 from mmtrain.runtime.training.hooks.reports import LoadImbalanceReports, MetricsLog, StragglerReports
@@ -57,6 +60,16 @@ class RunLogs:
     log: RunLog
     trackers: TrackerFeeds
     records: RunRecords
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What writes the run's state beside the training; None where the recipe wants it not."""
+
+    saver: BackgroundSaver
+    folders: HuggingFaceFolders | None = None
+    store: RemoteCopies | None = None
+    memory: PeerCopies | None = None
 
 
 @contextlib.contextmanager
@@ -85,10 +98,13 @@ def open_loop(run: RankRun) -> Iterator[Loop]:
         records = RunRecords(session.request.run_dir, progress, world.is_first)
         course = CourseWatch(run.position.course, records)
         folders = _open_hugging_face_folders(run, records)
-        saver = _make_saver(run, course, folders)
+        state = _saved_state(run, course)
+        saver = _make_saver(run, state, folders)
+        peer_copies = _open_peer_copies(run, state)
         trackers = stack.enter_context(open_run_trackers(run, records))
         copies = _open_copies(run, records)
-        hooks = build_hooks(run, validation, course, saver, RunLogs(log, trackers, records), folders, copies)
+        beside = Beside(saver, folders, copies, peer_copies)
+        hooks = build_hooks(run, validation, course, beside, RunLogs(log, trackers, records))
         for hook in hooks:
             stack.callback(hook.close)
         _catch_up(run, hooks, log)
@@ -101,7 +117,12 @@ def open_loop(run: RankRun) -> Iterator[Loop]:
             rank_context=rank_context,
             steps=steps,
             reducer=reducer,
-            flags=lambda: RankFlags(session.stop.stop_requested, not saver.done, session.lock.is_lost),
+            flags=lambda: RankFlags(
+                session.stop.stop_requested,
+                not saver.done,
+                session.lock.is_lost,
+                peer_copies is not None and not peer_copies.done,
+            ),
             memory_report=run.memory_report,
             records=records,
             hooks=hooks,
@@ -127,10 +148,8 @@ def build_hooks(
     run: RankRun,
     validation: Validation | None,
     course: CourseWatch,
-    saver: BackgroundSaver,
+    beside: Beside,
     logs: RunLogs,
-    folders: HuggingFaceFolders | None,
-    copies: RemoteCopies | None = None,
 ) -> tuple[StepHook, ...]:
     """Return the hooks of a run.
 
@@ -139,7 +158,7 @@ def build_hooks(
     """
     rank_context, index, records = run.rank_context, run.session.index, logs.records
     world, activity, train = rank_context.world, rank_context.activity, rank_context.recipe.train
-    writer = CheckpointWriter(saver, train.checkpoint, records, activity)
+    writer = CheckpointWriter(beside.saver, train.checkpoint, records, activity)
     hooks: list[StepHook] = [
         FolderGuard(run.session.claim),
         LearningRateSchedule(train.optimizer),
@@ -163,17 +182,21 @@ def build_hooks(
         hooks.append(BestCheckpoint(run.position.best, train, world, records))
     hooks += _plugin_hooks(run)
     checkpointing = Checkpointing(writer, records, train.checkpoint)
+    copying = None
+    if beside.memory is not None:
+        copying = PeerCopying(beside.memory, train.peer_copies.every, partial(_print_of_rank, world.rank))
     hooks += [
         *_elastic_hooks(run, records),
         LoadImbalanceReports(index, run.targets, rank_context.dp[LLM], records),
         MetricsLog(logs.log, logs.trackers, records),
-        *_corruption_check(run, writer, checkpointing, records),
+        *_corruption_check(run, writer, checkpointing, copying, records),
         checkpointing,
+        *([] if copying is None else [copying]),
     ]
-    if folders is not None:
-        hooks.append(HuggingFaceExport(folders, writer, run.session.patient_world, activity))
-    if copies is not None:
-        hooks.append(CopyToStore(copies, writer, run.session.patient_world, activity))
+    if beside.folders is not None:
+        hooks.append(HuggingFaceExport(beside.folders, writer, run.session.patient_world, activity))
+    if beside.store is not None:
+        hooks.append(CopyToStore(beside.store, writer, run.session.patient_world, activity))
     return tuple(hooks)
 
 
@@ -198,13 +221,23 @@ def _plugin_hooks(run: RankRun) -> list[StepHook]:
 
 
 def _corruption_check(
-    run: RankRun, writer: CheckpointWriter, saves: Checkpointing, records: RunRecords
+    run: RankRun, writer: CheckpointWriter, saves: Checkpointing, copying: PeerCopying | None, records: RunRecords
 ) -> tuple[StepHook, ...]:
     every = run.rank_context.recipe.train.corruption_check.every
     if not every:
         return ()
+
+    def is_saved(ctx: StepContext) -> bool:
+        return saves.is_due(ctx) or (copying is not None and copying.takes_copy(ctx))
+
+    def finish_saves() -> None:
+        if writer.saver.pending:
+            writer.finish(must=False)
+        if copying is not None:
+            copying.finish()
+
     position, is_mixed = run.position, run.session.request.mixed_devices
-    return (CorruptionCheck(run.rank_context, position.first_step, every, writer, saves.is_due, records, is_mixed),)
+    return (CorruptionCheck(run.rank_context, position.first_step, every, finish_saves, is_saved, records, is_mixed),)
 
 
 def _bad_samples(run: RankRun, records: RunRecords) -> BadSampleTracker:
@@ -274,28 +307,46 @@ def _open_copies(run: RankRun, records: RunRecords) -> RemoteCopies | None:
     return None if settings.remote is None else RemoteCopies(settings, records)
 
 
-def _make_saver(run: RankRun, course: CourseWatch, folders: HuggingFaceFolders | None) -> BackgroundSaver:
-    """Return what saves this run's checkpoints, with everything beside the weights that a resumed run depends on."""
+def _saved_state(run: RankRun, course: CourseWatch) -> Callable[[], Mapping[str, object]]:
+    """Return what gives everything beside the weights that a resumed run depends on."""
     best, optimizer = run.position.best, run.rank_context.optimizer
     state = {
         "facts": resume_facts(run.rank_context.recipe, run.session.index),
         SKIPPED_STATE: list(run.position.skipped_positions),
     }
+    return lambda: {
+        **state,
+        CHECKED_STATE: optimizer.checked_step,
+        **course.state(),
+        **({} if best is None else best.state()),
+    }
+
+
+def _make_saver(
+    run: RankRun, state: Callable[[], Mapping[str, object]], folders: HuggingFaceFolders | None
+) -> BackgroundSaver:
+    """Return what saves this run's checkpoints."""
     return BackgroundSaver(
         run.session.request.run_dir / CHECKPOINTS_FOLDER,
         SavedRank.of(run.rank_context),
-        lambda: {
-            **state,
-            CHECKED_STATE: optimizer.checked_step,
-            **course.state(),
-            **({} if best is None else best.state()),
-        },
+        state,
         SavingRun(
             run.session.claim.run_id,
             run.session.claim.require,
             (lambda checkpoint: False) if folders is None else folders.is_owed,
         ),
     )
+
+
+def _open_peer_copies(run: RankRun, state: Callable[[], Mapping[str, object]]) -> PeerCopies | None:
+    """Return what copies this rank's state into memory; None if nothing does. All ranks call this together."""
+    copies = run.copies
+    if copies is None:
+        return None
+    if not run.has_steps_left:  # it was killed after its last checkpoint
+        remove_all(copies.memory.root)
+        return None
+    return PeerCopies(copies.memory, SavedRank.of(run.rank_context), state, copies.course, run.position.copy_slot)
 
 
 def _make_loader(run: RankRun) -> Loader:

@@ -18,7 +18,9 @@ from mmtrain.runtime.training.choose_plan import ChosenPlan
 from mmtrain.runtime.training.hooks.best_checkpoint import BestTracker
 from mmtrain.runtime.training.hooks.replanning import share_recorded_costs
 from mmtrain.runtime.training.rank_session import RankSession
-from mmtrain.runtime.training.start_run import RunPosition, introduce_run, restore_run, share_step_targets
+from mmtrain.runtime.training.restore_run import RunPosition, restore_run
+from mmtrain.runtime.training.run_copies import RunCopies, join_copies
+from mmtrain.runtime.training.start_run import introduce_run, share_step_targets
 from mmtrain.runtime.training.start_weights import (
     introduce_guest,
     introduce_start_weights,
@@ -42,6 +44,7 @@ class RankRun:
     stream: GroupStream
     targets: StepTargets  # loads that the samples of a step are to have on each rank
     reducer: StepMetricsReducer
+    copies: RunCopies | None  # in the memory of its nodes, with `train.peer_copies`
 
     @property
     def plan(self) -> Plan:
@@ -83,9 +86,10 @@ def build_run(session: RankSession, chosen: ChosenPlan) -> RankRun:
     if start_weights is not None:
         introduce_start_weights(console, recipe, start_weights)
     position = RunPosition(best=BestTracker.of(recipe))
+    copies = join_copies(session)
     if request.resume:
         activity.start(RESTORING)
-        position = restore_run(request, patient_world, rank_context, chosen.plan, session.index, console)
+        position = restore_run(session, rank_context, chosen.plan, copies)
     activity.start(INDEXING)
     attention = describe_attention(recipe, rank_context.shape, world.device, rank_context.dtype)
     loss = planned_loss(chosen.plan, rank_context.shape)
@@ -109,4 +113,4 @@ def build_run(session: RankSession, chosen: ChosenPlan) -> RankRun:
     reducer = StepMetricsReducer(
         rank_context, stream, chosen.plan.hardware, position.skipped_positions, recorded_costs, sources
     )
-    return RankRun(session, rank_context, chosen, position, memory, stream, targets, reducer)
+    return RankRun(session, rank_context, chosen, position, memory, stream, targets, reducer, copies)

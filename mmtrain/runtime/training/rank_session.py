@@ -23,6 +23,7 @@ from mmtrain.runtime.resilience.config_consensus import require_consensus
 from mmtrain.runtime.resilience.failures import record_early_stop, report_failures
 from mmtrain.runtime.resilience.folder_lock import ELASTIC_LEASE, FolderLock
 from mmtrain.runtime.resilience.signals import StopSignalListener
+from mmtrain.runtime.resilience.stopped_process import killed_if_stopped
 from mmtrain.runtime.resilience.watchdog import LOST_RANK_SILENCE_S, Watchdog
 from mmtrain.runtime.run_owner import FolderClaim
 from mmtrain.runtime.training.start_run import claim_run_folder
@@ -87,6 +88,7 @@ def _open_session(
                 silence_limit_s=LOST_RANK_SILENCE_S if request.elastic else None,
             ),
             disk_errors_named(request.run_dir),
+            killed_if_stopped(LOST_RANK_SILENCE_S) if request.elastic else contextlib.nullcontext(),
         ):
             if world.start_watch is not None:
                 world.start_watch.close()

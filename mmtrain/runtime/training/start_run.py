@@ -5,36 +5,29 @@
 
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from functools import reduce
 from operator import getitem
 
 from mmtrain.balance import StepTargets
 from mmtrain.balance.grouping.methods import GROUPING_VERSIONS
-from mmtrain.checkpoint import Checkpoint, Ranks, SavingRun, find, foreign_drafts
-from mmtrain.costs import Precision
+from mmtrain.checkpoint import Ranks, SavingRun, find, foreign_drafts
 from mmtrain.data import DataIndex, read_quarantine, write_quarantine
 from mmtrain.data.loading.step_format import from_json, to_json
 from mmtrain.data.text.tokenizer_folder import tokenizer_sha256
 from mmtrain.durable_files import cut_log, disk_errors_named, set_aside, write_whole
 from mmtrain.errors import UserError
 from mmtrain.models.kernels.choice import KernelChoice, describe_kernels
-from mmtrain.models.optim.parameter_specs import MOMENTS
 from mmtrain.planning.artifact.balancing_targets import derive_step_targets
 from mmtrain.planning.artifact.plan import Plan, sharding_text
 from mmtrain.planning.artifact.plan_change import describe_data_drift
 from mmtrain.recipe import Recipe, dump_recipe
-from mmtrain.recipe.settings.base import POSITION_KEY, flatten, select_for_saving, text_for_saving
+from mmtrain.recipe.settings.base import POSITION_KEY, select_for_saving, text_for_saving
 from mmtrain.report.console import Console
 from mmtrain.runtime.execution.attention_choice import AttentionChoice
-from mmtrain.runtime.execution.checkpointing import restore_checkpoint
-from mmtrain.runtime.execution.rank_context import RankContext
-from mmtrain.runtime.resilience.divergence import CourseMonitor
 from mmtrain.runtime.resilience.failures import clear_failures
 from mmtrain.runtime.resilience.folder_lock import FolderLock
 from mmtrain.runtime.run_folder import (
     CHECKPOINTS_FOLDER,
-    PLAN_FILE,
     QUARANTINE_FILE,
     RECIPE_FILE,
     RUN_STATE_FILE,
@@ -44,9 +37,7 @@ from mmtrain.runtime.run_folder import (
 )
 from mmtrain.runtime.run_owner import FolderClaim
 from mmtrain.runtime.training.choose_plan import ChosenPlan, keeps_files
-from mmtrain.runtime.training.go_back import go_back, read_skipped_positions
-from mmtrain.runtime.training.hooks.best_checkpoint import BEST_STATE, BestTracker
-from mmtrain.runtime.training.hooks.guards import COURSE_STATE
+from mmtrain.runtime.training.go_back import go_back
 from mmtrain.runtime.training.stored_runs import check_store, fetch_run
 from mmtrain.runtime.training.train_request import TrainRequest
 from mmtrain.runtime.world import World
@@ -99,74 +90,6 @@ def share_step_targets(world: World, recipe: Recipe, plan: Plan, index: DataInde
     return from_json(StepTargets, text)
 
 
-@dataclass(frozen=True)
-class RunPosition:
-    """Where a run continues: what the loop must know of the steps before. The default is a new run."""
-
-    first_step: int = 0  # to train, from 0
-    skipped_positions: tuple[int, ...] = ()  # of the data, which are left out
-    course: CourseMonitor = field(default_factory=CourseMonitor)
-    best: BestTracker | None = None  # with `train.best`
-
-
-def restore_run(
-    request: TrainRequest, world: World, rank_context: RankContext, plan: Plan, index: DataIndex, console: Console
-) -> RunPosition:
-    """Load the newest good checkpoint, if the run has saved one; return where to continue.
-
-    Then the run's recipe and plan are in its folder. Raises UserError if settings changed on which the weights or the
-    order of the data depend.
-    """
-    if not world.on_first(lambda: bool(find(request.run_dir / CHECKPOINTS_FOLDER))):
-        console.print(f"{request.run_dir} holds no checkpoint yet: starting from the first step")
-        return RunPosition(best=BestTracker.of(rank_context.recipe))
-
-    def require_same_facts(checkpoint: Checkpoint) -> None:
-        changed = describe_changed_facts(
-            before=flatten(checkpoint.state["facts"]), now=flatten(resume_facts(rank_context.recipe, index))
-        )
-        if changed:
-            raise UserError(
-                f"--resume: the run in {request.run_dir} was made with other settings, so that it could not "
-                f"be continued: {'; '.join(changed)}. Restore them, or start anew with another --run-dir"
-            )
-
-    checkpoint = restore_checkpoint(
-        request.run_dir / CHECKPOINTS_FOLDER,
-        rank_context,
-        on_bad=lambda text: console.print(text, style="red"),
-        world=world,
-        require=require_same_facts,
-    )
-    world.on_first(lambda: _write_files(request, plan))
-    console.print(f"resuming after step {checkpoint.step} from {checkpoint.folder}")
-    if converted := describe_converted_moments(checkpoint, rank_context.recipe.train.optimizer.moments):
-        console.print(converted, style="yellow", highlight=False, soft_wrap=True)
-    skipped: list[int] = world.on_first(lambda: list(read_skipped_positions(request.run_dir, checkpoint.state)))
-    course = CourseMonitor(checkpoint.state.get(COURSE_STATE))
-    best = BestTracker.of(rank_context.recipe, checkpoint.state.get(BEST_STATE))
-    return RunPosition(int(checkpoint.state["next_step"]), tuple(skipped), course, best)
-
-
-def describe_converted_moments(checkpoint: Checkpoint, moments: Precision) -> str | None:
-    """Say that the optimizer's moments in a checkpoint are of another type than `moments`; None if they are not."""
-    saved_moments = _saved_moments(checkpoint)
-    if saved_moments in (None, moments):
-        return None
-    return (
-        f"the optimizer's moments are converted: the checkpoint has {saved_moments}, and the recipe sets "
-        f"train.optimizer.moments to {moments}"
-    )
-
-
-def _saved_moments(checkpoint: Checkpoint) -> Precision | None:
-    """Return the type of the moments in a checkpoint; None where nothing trained."""
-    for name, stored in checkpoint.manifest.tensors.items():
-        if name.endswith(f"#{MOMENTS[0]}"):
-            return "bf16" if stored.dtype == "bfloat16" else "fp32"
-    return None
-
-
 def describe_changed_facts(before: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
     """Describe which facts of a run, by dotted path, are others than when its checkpoint was saved.
 
@@ -193,12 +116,6 @@ _OPTIONAL_FACTS = ("train.lora", "train.optimizer.kind", _GROUPING_VERSION, _WHO
 def _is_encoder_position(key: str) -> bool:
     """Return whether a fact says which of the named encoders this one is; there is one such fact for each of them."""
     return key.startswith("model.encoders.") and key.endswith(f".{POSITION_KEY}")
-
-
-def _write_files(request: TrainRequest, plan: Plan) -> None:
-    with disk_errors_named(request.run_dir):
-        write_whole(request.run_dir / RECIPE_FILE, dump_recipe(request.recipe))
-        write_whole(request.run_dir / PLAN_FILE, plan.file_text())
 
 
 def resume_facts(recipe: Recipe, index: DataIndex) -> dict[str, object]:

@@ -49,6 +49,7 @@ class RankFlags:
     stop_requested: bool  # a signal asked this rank to stop
     is_saving: bool  # this rank is still writing a checkpoint
     lost_folder: bool = False  # another run has taken the run's folder; only the first rank knows
+    is_copying: bool = False  # this rank's state is still on its way to host memory, or to the memory of its peer
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,7 @@ class StepMetricsReduction:
     num_broken_samples: int  # found undecodable in this step; a sample counts on each rank that needs it
     stop_requested: bool  # a signal asked at least one rank to stop
     no_rank_saves: bool  # every rank has written its part of the checkpoint
+    no_rank_copies: bool  # the last copies in host memory are complete on every rank
     lost_folder: bool  # another run has taken the run's folder
     peak_reserved_bytes: int | None  # by the allocator of the GPU that needed most
     edges: dict[str, EdgeMetrics]
@@ -170,6 +172,7 @@ class StepMetricsReducer:
             float(flags.stop_requested),
             float(not flags.is_saving),
             float(flags.lost_folder),
+            float(not flags.is_copying),
             float(peak_reserved_bytes(world.device) or 0),
             outcome.unit_losses.get(GENERATOR, 0.0),
         ]
@@ -179,7 +182,9 @@ class StepMetricsReducer:
         table = gather_measurements(world, [value for part in parts for value in part])
         ends = list(accumulate(map(len, parts)))[:-1]
         all_scalars, all_source_losses, all_times, all_edges, all_slowdowns, all_drift = table.tensor_split(ends, dim=1)
-        losses, peaks, broken, stop_flags, saved_flags, lost_flags, reserved, drawing = all_scalars.unbind(dim=1)
+        losses, peaks, broken, stop_flags, saved_flags, lost_flags, copied_flags, reserved, drawing = (
+            all_scalars.unbind(dim=1)
+        )
         generator = self._context.recipe.model.generator
         experts = self._expert_loads.reduce()
         if experts is not None:
@@ -197,6 +202,7 @@ class StepMetricsReducer:
             num_broken_samples=int(broken.sum()),
             stop_requested=bool(stop_flags.any()),
             no_rank_saves=bool(saved_flags.all()),
+            no_rank_copies=bool(copied_flags.all()),
             lost_folder=bool(lost_flags.any()),
             peak_reserved_bytes=int(reserved.max()) or None,
             edges=self._edge_metrics(all_edges.sum(dim=0).tolist()),

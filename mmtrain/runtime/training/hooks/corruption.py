@@ -10,7 +10,6 @@ from mmtrain.runtime.execution.activity import CHECKING
 from mmtrain.runtime.execution.rank_context import RankContext
 from mmtrain.runtime.execution.state_sums import StateSums
 from mmtrain.runtime.run_folder import CORRUPTION_FILE
-from mmtrain.runtime.training.hooks.checkpoints import CheckpointWriter
 from mmtrain.runtime.training.run_records import RunRecords
 from mmtrain.runtime.training.step_hook import StepContext, StepHook
 
@@ -28,17 +27,20 @@ class CorruptionCheck(StepHook):
         rank_context: RankContext,
         first_step: int,
         every: int,
-        writer: CheckpointWriter,
+        finish_saves: Callable[[], None],
         saves: Callable[[StepContext], bool],
         records: RunRecords,
         has_mixed_devices: bool,
     ) -> None:
         """Watch what was loaded, from the state after `first_step` steps on. All ranks call this together.
 
-        `saves` says whether a checkpoint follows a step. Devices of several kinds may round the same update otherwise.
+        `saves` says whether a checkpoint or a copy in memory follows a step. `finish_saves` waits for those of earlier
+        steps, which had passed: they must not go on beside what follows an error. Devices of several kinds may round
+        the same update otherwise.
+
         Raises StateCorrupted where ranks have loaded different state.
         """
-        self._every, self._writer, self._saves = every, writer, saves
+        self._every, self._finish_saves, self._saves = every, finish_saves, saves
         self._records = records
         self._activity = rank_context.activity
         self._activity.start(CHECKING)
@@ -60,8 +62,7 @@ class CorruptionCheck(StepHook):
         problem = self._sums.check(step)
         if problem is None:
             return
-        if self._writer.saver.pending:  # of an earlier step, which had passed; it must not go on beside what follows
-            self._writer.finish(must=False)
+        self._finish_saves()
         if self._records.is_first:
             line = json.dumps({"step": step, "checked_step": checked_step, "problem": problem})
             path = self._records.run_dir / CORRUPTION_FILE
