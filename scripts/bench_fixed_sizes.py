@@ -1,13 +1,15 @@
 """Whether fixed degrees of units make a plan of about a thousand GPUs faster than the free search.
 
     python -m scripts.bench_fixed_sizes                          # single degrees, on 960, 1,152 and 1,296 GPUs
-    python -m scripts.bench_fixed_sizes --ranks 1152 --pairs 300 # pairs, drawn with a fixed seed
+    python -m scripts.bench_fixed_sizes --pairs 300              # 300 pairs for each of them, drawn with a fixed seed
+    python -m scripts.bench_fixed_sizes --ranks 1152 --pairs 20  # the first of these
 
 The recipe is MMScale's 7B model (recipes/whatif/papers/mmscale_7b.yaml) with its batch, `disaggregated`. A row says how
 many searches found a plan, how many of these were faster by more than 1%, and the worst. Run it in the root of a
 checkout.
 """
 
+import gc
 import sys
 import time
 from itertools import product
@@ -47,6 +49,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, nargs="+", default=LARGE_SIZES)
     parser.add_argument("--pairs", type=int, help="pairs of degrees for each number of GPUs; without, single degrees")
     options = parser.parse_args()
+    gc.disable()  # as `mmtrain plan` does
     report = start("Fixed degrees against the free search", options)
     report.table(
         "GPUs", "free step, s", "searches", "with a plan", "faster by over 1%", "least / free", "of", "search, s"

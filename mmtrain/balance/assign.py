@@ -171,6 +171,10 @@ def _assign_to_microbatches(costs: IntArray, block: IntArray, blocks: _Blocks) -
         if in_step == 0:
             replica_loads = [0] * blocks.num_replicas
         slots = longest_first(costs_in_order[lo:hi], num_slots)
+        if blocks.num_replicas == 1:
+            replica_of_item += [group] * len(slots)
+            index_of_item += [in_step * blocks.num_microbatches + slot for slot in slots]
+            continue
         share_loads = [0] * blocks.num_replicas
         for slot, cost in zip(slots, costs_in_order[lo:hi], strict=True):
             share_loads[slot % blocks.num_replicas] += cost

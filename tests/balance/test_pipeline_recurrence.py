@@ -8,9 +8,12 @@ from hypothesis import strategies as st
 from mmtrain.balance.batch_meta import FloatArray
 from mmtrain.balance.ordering.pipeline_recurrence import (
     MAX_SEPARATE_COLUMNS,
+    MIN_ACTIONS_OF_ARRAYS,
     NO_MESSAGE,
+    NUM_LEVELS_TO_TRY,
     Dependencies,
     PipelineRecurrence,
+    _levels,
 )
 
 NUM_MESSAGES = 3
@@ -71,6 +74,24 @@ def test_without_delays_messages_take_no_time(case: tuple[int, Dependencies]) ->
     recurrence.replace_durations_by_ends(tables[0])
     recurrence.replace_durations_by_ends(tables[1], np.zeros(NUM_MESSAGES))
     assert np.array_equal(*tables)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4 * MIN_ACTIONS_OF_ARRAYS])
+def test_levels_are_the_same_as_lists_and_as_arrays(num_ranks: int) -> None:
+    num_rounds = 3 * NUM_LEVELS_TO_TRY
+    action = np.random.default_rng(0).permutation(num_ranks * num_rounds).reshape(num_rounds, num_ranks)
+    neighbour = np.roll(action, 1, axis=1)
+    consumer = np.concatenate([action[1:].ravel(), action[1:].ravel()])
+    producer = np.concatenate([action[:-1].ravel(), neighbour[:-1].ravel()])
+    level = _levels(action.size, Dependencies(consumer, producer, np.full(len(consumer), NO_MESSAGE)))
+    assert np.array_equal(level[action], np.repeat(np.arange(num_rounds)[:, None], num_ranks, axis=1))
+
+
+def test_actions_of_small_levels_that_wait_for_each_other_are_rejected() -> None:
+    line = np.arange(2 * NUM_LEVELS_TO_TRY)
+    waits = Dependencies(np.append(line[1:], 30), np.append(line[:-1], len(line) - 1), np.full(len(line), NO_MESSAGE))
+    with pytest.raises(ValueError, match="wait for each other in a cycle"):
+        PipelineRecurrence(len(line), waits)
 
 
 def test_actions_that_wait_for_each_other_are_rejected() -> None:

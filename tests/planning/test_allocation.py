@@ -13,6 +13,7 @@ from mmtrain.data import build_index
 from mmtrain.planning.artifact.layout import MeshSize
 from mmtrain.planning.evaluate.evaluator import Evaluator
 from mmtrain.planning.formulate import formulate_problem
+from mmtrain.planning.search import allocation_order
 from mmtrain.planning.search.allocation_order import StepEstimate, ordered_assignments
 from mmtrain.planning.search.strategies import allocate_ranks, relaxed_step_s
 from mmtrain.planning.space.budget import DEFAULT_BUDGET
@@ -81,6 +82,14 @@ def test_assignments_come_in_the_order_of_all_their_estimates(model: str, num_ra
     assert allocation.step_s == estimates[0]
     assert sum(allocation.ranks.values()) == num_ranks
     assert allocation.relaxed_s <= allocation.step_s
+
+
+def test_choices_that_were_left_out_come_when_their_turn_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    evaluator = Evaluator(problem_for(recipe(**MODELS["heavy encoder"]), world_size=24))
+    estimates = ordered_estimates(evaluator, 24)
+    monkeypatch.setattr(allocation_order, "NUM_FIRST_CHOICES", 2)
+    monkeypatch.setattr(allocation_order, "MAX_KEPT_CHOICES", 1)
+    assert ordered_estimates(evaluator, 24) == estimates
 
 
 @pytest.mark.parametrize("num_ranks", [3, 12])

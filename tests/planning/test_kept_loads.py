@@ -12,14 +12,16 @@ import numpy as np
 import pytest
 
 from mmtrain.balance import BatchMeta
+from mmtrain.costs import TokenLoad
+from mmtrain.costs.cost_model import LayerWork
 from mmtrain.planning.colocated.colocated_search import _Attempt, _by_bound, _enumerate, _StepBound
 from mmtrain.planning.evaluate.evaluator import Evaluator
 from mmtrain.planning.formulate import formulate_problem
 from mmtrain.planning.layer_costs import sampled_loads
 from mmtrain.planning.layer_costs.layer_costs import LayerCosts
 from mmtrain.planning.planner import plan
-from mmtrain.planning.space.budget import DEFAULT_BUDGET
-from mmtrain.planning.space.load_arrays import load_arrays
+from mmtrain.planning.space.budget import DEFAULT_BUDGET, LoadBudget
+from mmtrain.planning.space.load_arrays import LoadArrays, LoadSeconds, load_arrays
 from mmtrain.planning.space.problem import PlanningProblem
 from mmtrain.planning.space.recently_used import RecentlyUsed
 from mmtrain.planning.space.sample_batches import BatchSplit, SampledBatches, UnitSplit, num_groups_of
@@ -218,3 +220,45 @@ def test_forgotten_times_are_worked_out_again(problem: PlanningProblem) -> None:
     again = layer_costs.unit_times(LLM, 1, split)
     assert again is not times
     assert np.array_equal(again.by_kind, times.by_kind)
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2, 24])
+def test_seconds_between_nodes_are_interpolated_in_tokens_squares_and_sequences(num_nodes: int) -> None:
+    rng = np.random.default_rng(num_nodes)
+    tokens, count = rng.integers(0, 5000, (2, 3, 50)), rng.integers(1, 9, (2, 3, 50))
+    loads = LoadArrays(tokens, tokens**2 // count, tokens // count, count)
+
+    def seconds(load: TokenLoad) -> float:
+        return 1e-3 + 2e-6 * load.tokens**1.1 + 3e-9 * load.sum_sq + 4e-5 * load.num_sequences
+
+    found = LoadSeconds(loads, LoadBudget(max_exact_loads=0, num_token_nodes=num_nodes)).of(seconds)
+    nodes = np.unique(np.linspace(tokens[tokens > 0].min(), tokens.max(), num_nodes).astype(np.int64))
+    squares_per_token, sequences_per_token = loads.sum_sq.sum() / tokens.sum(), count.sum() / tokens.sum()
+    at_nodes = []
+    for node in nodes.tolist():
+        squares, sequences = max(int(node * squares_per_token), 2), max(int(node * sequences_per_token), 2)
+        load = TokenLoad(node, squares, min(node, int(loads.max_len.max())), sequences)
+        more_squared = seconds(replace(load, sum_sq=2 * squares)) - seconds(load)
+        more_sequences = seconds(replace(load, num_sequences=2 * sequences)) - seconds(load)
+        at_nodes.append([seconds(load), more_squared / squares, more_sequences / sequences])
+    base, per_square, per_sequence = (np.interp(tokens, nodes, values) for values in np.transpose(at_nodes))
+    expected = base + per_square * (loads.sum_sq - np.maximum(np.floor(tokens * squares_per_token), 2))
+    expected += per_sequence * (count - np.maximum(np.floor(tokens * sequences_per_token), 2))
+    assert np.array_equal(found, np.where(tokens > 0, np.maximum(expected, 0.0), 0.0))
+
+
+def test_a_load_is_priced_once_for_all_splits(problem: PlanningProblem) -> None:
+    asked = Counter[LayerWork]()
+
+    class CountedCosts:
+        def __getattr__(self, name: str) -> object:
+            return getattr(problem.costs, name)
+
+        def seconds(self, work: LayerWork) -> float:
+            asked[work] += 1
+            return problem.costs.seconds(work)
+
+    layer_costs = LayerCosts(replace(problem, costs=CountedCosts()))
+    for dp in (1, 2, 4, 8):
+        layer_costs.unit_times(LLM, 1, (UnitSplit(LLM, dp, problem.batches.global_batch // dp),))
+    assert set(asked.values()) == {1}

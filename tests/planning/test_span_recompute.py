@@ -9,9 +9,16 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from mmtrain.planning.layer_costs.layer_costs import UnitLayerCosts
-from mmtrain.planning.layer_costs.layer_partition import LayerChain, anchor_partition, chunk_seconds, recompute_to_fit
+from mmtrain.planning.layer_costs.layer_partition import (
+    LayerChain,
+    anchor_partition,
+    chunk_seconds,
+    in_flight_by_chunk,
+    recompute_to_fit,
+)
 from mmtrain.planning.layer_costs.min_max_partition import band, min_max_span_partition, spans_of_partitions
 from mmtrain.planning.layer_costs.span_recompute import SpanRecompute
+from mmtrain.program.ir.graph import StageId
 
 
 def random_chain(seed: int, num_layers: int, pp: int, vpp: int) -> LayerChain:
@@ -153,3 +160,10 @@ def test_a_chain_keeps_what_it_worked_out_for_one_memory_and_number_of_microbatc
         assert chain.anchor_within(recompute) == chain.anchor_within(recompute) == anchor_partition(chain, recompute)
     assert chain.anchor_within(None) == chain.anchor
     assert len({chain.anchor_within(recompute) for recompute in (first, *others)}) > 1
+
+
+def test_a_chunk_without_layers_of_a_unit_counts_as_the_nearest_that_has_some() -> None:
+    chain = random_chain(3, 12, 4, 1)
+    assert chain.anchor is not None
+    table = in_flight_by_chunk(chain, {StageId("llm", 0): 7, StageId("llm", 2): 5, StageId("llm", 3): 1})
+    assert table.tolist() == [[7, 7, 5, 1]] * 12  # chunk 1 is as near to 0 as to 2

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
+from mmtrain.planning.evaluate.partition_orders import unique_rows
 from mmtrain.planning.evaluate.vectorized_1f1b import FloatArray, compute_order
 from mmtrain.program import build_1f1b, simulate
 from mmtrain.program.ir.actions import Compute, Forward, Pass
@@ -61,3 +62,14 @@ def test_ranks_end_when_the_program_does(graph: StageGraph) -> None:
 @pytest.mark.parametrize(("pp", "vpp", "n"), [(2, 2, 5), (3, 3, 4), (4, 2, 12)])
 def test_ranks_of_interleaved_pipelines_end_when_the_program_does(pp: int, vpp: int, n: int) -> None:
     holds(chain(Unit("llm", pp, num_stages=pp * vpp), n=n))
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 2, 200])
+@pytest.mark.parametrize("num_values", [1, 2, 4])
+def test_distinct_rows_are_those_of_numpy(num_rows: int, num_values: int) -> None:
+    table = np.random.default_rng(num_rows).integers(0, num_values, (num_rows, 5))
+    for of_type in (table, table * 0.1):
+        rows, number = unique_rows(of_type)
+        expected, inverse = np.unique(of_type, axis=0, return_inverse=True)
+        assert np.array_equal(rows, expected)
+        assert np.array_equal(number, inverse.ravel())

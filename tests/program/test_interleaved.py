@@ -9,9 +9,10 @@ import pytest
 from mmtrain.errors import ProgramError
 from mmtrain.program import build_1f1b, build_program, peak_in_flight_by_stage, simulate
 from mmtrain.program.ir.actions import Backward, Forward, Recv, ReduceGrads, ReduceShared, Send
-from mmtrain.program.ir.graph import StageGraph
+from mmtrain.program.ir.graph import StageGraph, StageId
 from mmtrain.program.schedules import pipeline_positions
 from mmtrain.program.schedules.builder import in_flight_microbatches
+from mmtrain.program.schedules.pipeline_positions import PipelinePosition
 from tests.program.graphs import Unit, chain, unified
 from tests.program.timings import Seconds
 from tests.tiers import quick_and_long
@@ -195,3 +196,23 @@ def test_two_encoders_and_an_llm_in_a_row_run_on_any_ranks(cut, n):
     in_flight = in_flight_microbatches(graph)
     for stage in graph.stages:
         assert peak_in_flight_by_stage(graph, program.actions[stage.tp_groups[0][0]])[stage.id] == in_flight[stage.id]
+
+
+def passes_in_flight(position: PipelinePosition) -> list[list[int]]:
+    """Count pass by pass the most waves between forward and backward, by pipeline rank and chunk."""
+    most = [[0] * position.num_chunks for _ in range(position.num_pipeline_ranks)]
+    for rank, of_rank in enumerate(most):
+        current = [0] * position.num_chunks
+        for is_forward, chunk, _ in position.passes(rank):
+            current[chunk] += 1 if is_forward else -1
+            of_rank[chunk] = max(of_rank[chunk], current[chunk])
+    return most
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 5])
+def test_a_long_step_holds_as_many_waves_as_a_few_groups(num_ranks):
+    for num_stages, warmup in product(range(num_ranks + 1, 3 * num_ranks + 1), (0, 1, num_ranks, 2 * num_ranks + 1)):
+        stages = tuple((StageId("llm", number),) for number in range(num_stages))
+        for num_waves in (1, num_ranks, 7 * num_ranks + 1, 9 * num_ranks, 12 * num_ranks + 1):
+            position = PipelinePosition(stages, num_ranks, num_waves, warmup, {})
+            assert position._most_waves == passes_in_flight(position), (num_stages, warmup, num_waves)

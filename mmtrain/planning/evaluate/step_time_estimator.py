@@ -6,7 +6,7 @@ through the order of compute that all partitions share (`partition_orders`), and
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -28,17 +28,20 @@ from mmtrain.planning.evaluate.partition_orders import (
     num_replica_groups,
     recomputed_shares,
     replicas_on_rank,
+    unique_rows,
 )
 from mmtrain.planning.layer_costs.layer_costs import BACKWARD, FORWARD, RECOMPUTE, LayerCosts, UnitLayerTimes
 from mmtrain.planning.layer_costs.layer_partition import LayerChain
 from mmtrain.planning.layer_costs.span_recompute import SpanRecompute
 from mmtrain.planning.space.candidate import LayerPartition, MeshAssignment
+from mmtrain.planning.space.recently_used import RecentlyUsed
 from mmtrain.program.ir.graph import StageId
 from mmtrain.program.simulation.timing import NORM_BYTES
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
+MAX_KEPT_RUNS = 2  # mesh assignments come one after another
 MAX_END_TABLE_NUMBERS = 3_000_000  # actions times runs computed together: 24 MB, what caches can still help with
 
 
@@ -55,6 +58,14 @@ class StepTimeEstimator:
     def _orders(self) -> PartitionOrders:
         return PartitionOrders(self.layer_costs, self.known_orders)
 
+    @cached_property
+    def _runs(self) -> "RecentlyUsed[_EstimateRun]":
+        """What estimates share of the mesh assignment whose turn it is, from its anchor to the last round around it."""
+        return RecentlyUsed(MAX_KEPT_RUNS)
+
+    def _run(self, assignment: MeshAssignment) -> "_EstimateRun":
+        return _EstimateRun(self.layer_costs, self.machine, assignment, self._heaviest_groups(assignment))
+
     def estimate(
         self,
         assignment: MeshAssignment,
@@ -66,12 +77,11 @@ class StepTimeEstimator:
 
         recompute: of every chain, see `recompute_to_fit`, or None.
         """
-        groups = self._heaviest_groups(assignment)
-        run = _EstimateRun(self.layer_costs, self.machine, assignment, groups)
+        run = self._runs.get(assignment.sizes, partial(self._run, assignment))
         step_time_s = np.zeros(len(partitions))
         shares = recomputed_shares(chains, partitions, recompute)
         for alike in self._orders.group_by_order(assignment, partitions, shares):
-            at_once = max(1, MAX_END_TABLE_NUMBERS // (alike.order.num_actions * groups.size))
+            at_once = max(1, MAX_END_TABLE_NUMBERS // (alike.order.num_actions * run.groups.size))
             for first in range(0, len(alike), at_once):
                 chunk = alike.of(slice(first, first + at_once))
                 step_time_s[chunk.numbers] = run.step_time_s(chunk)
@@ -141,7 +151,7 @@ class _EstimateRun:
             share = 1.0 if spans.recomputed_share is None else spans.recomputed_share[:, :, None]
             computed = np.concatenate([num_layers, num_layers * share], axis=2)
             seconds = np.concatenate([seconds, grid[RECOMPUTE]])
-        alike, of_stages = np.unique(computed.reshape(-1, computed.shape[2]), axis=0, return_inverse=True)
+        alike, of_stages = unique_rows(computed.reshape(-1, computed.shape[2]))
         forward = np.tensordot(alike[:, : num_layers.shape[2]], grid[FORWARD], 1)
         backward = np.tensordot(alike, seconds, 1)
         of_stages = of_stages.reshape(num_layers.shape[:2])
@@ -294,10 +304,10 @@ class _EstimateRun:
 
         first_chunk: (2, ranks, n) its first layer and the one after its last.
         """
-        pairs, inverse = np.unique(first_chunk.reshape(2, -1), axis=1, return_inverse=True)
+        pairs, inverse = unique_rows(first_chunk.reshape(2, -1).T)
         is_recomputed = self.layer_costs.recompute[spans.unit] == "all" or spans.recomputed_share is not None
-        waits = [self._chunk_waits(spans.unit, first, last, is_recomputed) for first, last in pairs.T.tolist()]
-        return np.array(waits).T[:, inverse.ravel()].reshape(first_chunk.shape)
+        waits = [self._chunk_waits(spans.unit, first, last, is_recomputed) for first, last in pairs.tolist()]
+        return np.array(waits).T[:, inverse].reshape(first_chunk.shape)
 
     def _chunk_waits(self, unit: str, first: int, last: int, is_recomputed: bool) -> tuple[float, float]:
         """Return how much gathers delay a chunk's first forward, and what reductions add to its last backward.
@@ -306,6 +316,22 @@ class _EstimateRun:
         Its reduction starts when the backward of its layers has ended; those of the buckets before follow it. Layers
         that compute meanwhile count as of the largest microbatch.
         """
+        key = unit, first, last, is_recomputed
+        if key not in self._waits:
+            self._waits[key] = self._compute_chunk_waits(*key)
+        return self._waits[key]
+
+    @cached_property
+    def _waits(self) -> dict[tuple[str, int, int, bool], tuple[float, float]]:
+        """Cache of `_chunk_waits`."""
+        return {}
+
+    @cached_property
+    def _longest(self) -> dict[str, FloatArray]:
+        """By unit, (kinds, 3) seconds of a layer for its longest microbatch."""
+        return {unit: times.by_kind.max(axis=(2, 3, 4)) for unit, times in self._unit_times.items()}
+
+    def _compute_chunk_waits(self, unit: str, first: int, last: int, is_recomputed: bool) -> tuple[float, float]:
         mesh, times = self.assignment.meshes[unit], self._unit_times[unit]
         trained = self._reduced_parameters(unit, is_whole=last - first == len(times.kind))[first:last]
         if not any(trained):
@@ -317,7 +343,7 @@ class _EstimateRun:
         buckets = [slice(*bounds) for bounds in pairwise([*starts, last - first])]
         counts = [(sum(trained[bucket]), sum(apart[bucket])) for bucket in buckets]
         reductions, gathers = np.array([self._reduction_and_gather(*count, mesh) for count in counts]).T
-        longest = times.by_kind.max(axis=(2, 3, 4))[times.kind[first:last]]  # (layers, 3)
+        longest = self._longest[unit][times.kind[first:last]]  # (layers, 3)
         backward = longest[:, BACKWARD] + (longest[:, RECOMPUTE] if is_recomputed else 0.0)
         forward_before, backward_before = (
             np.concatenate([[0.0], np.cumsum(seconds)])[list(starts)] for seconds in (longest[:, FORWARD], backward)

@@ -12,7 +12,7 @@ from itertools import product
 import numpy as np
 import numpy.typing as npt
 
-from mmtrain.balance.ordering.pipeline_recurrence import NO_MESSAGE, Dependencies, PipelineRecurrence
+from mmtrain.balance.ordering.pipeline_recurrence import NO_MESSAGE, Dependencies, Int32Array, PipelineRecurrence
 from mmtrain.program.ir.graph import Edge, StageGraph, StageId, microbatches_per_block
 from mmtrain.program.schedules.pipeline_positions import PipelinePosition, find_positions
 
@@ -25,7 +25,7 @@ class ComputeOrder:
     """What the ranks of one replica group compute in which order, and what waits for what."""
 
     recurrence: PipelineRecurrence
-    rows: Mapping[StageId, tuple[IntArray, IntArray]]  # forwards, backwards: by replica, then microbatch
+    rows: Mapping[StageId, tuple[Int32Array, Int32Array]]  # forwards, backwards: by replica, then microbatch
     first_row: Mapping[int, int]  # rank -> row of what comes before its first action
     last_row: Mapping[int, int]  # rank -> row of its last action
     stages: Mapping[int, tuple[StageId, ...]]  # rank -> its stages, sources first
@@ -120,7 +120,7 @@ class _GraphActions:
         actions = self._first[stage, is_forward] + np.arange(mesh.dp * mesh.num_microbatches)
         return actions.reshape(mesh.dp, mesh.num_microbatches)
 
-    def rows(self, stage: StageId, row: IntArray) -> tuple[IntArray, IntArray]:
+    def rows(self, stage: StageId, row: Int32Array) -> tuple[Int32Array, Int32Array]:
         """Rows of a stage's forwards and of its backwards, if it has any."""
         forward = row[self.numbers(stage, True).ravel()]
         backward = row[self.numbers(stage, False).ravel()] if self.has(stage, False) else forward[:0]

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -36,7 +37,7 @@ from mmtrain.planning.artifact.graph_memory import GraphMemory, MemoryPhase, com
 from mmtrain.planning.layer_costs.sampled_loads import LoadSplit, SampledLoads, load_split, split_of_unit
 from mmtrain.planning.space.budget import DEFAULT_BUDGET, SearchBudget
 from mmtrain.planning.space.constraints import RecomputeMode
-from mmtrain.planning.space.load_arrays import LoadArrays, load_arrays, seconds_of_loads
+from mmtrain.planning.space.load_arrays import LoadArrays, LoadSeconds, load_arrays
 from mmtrain.planning.space.problem import PlanningProblem
 from mmtrain.planning.space.recently_used import RecentlyUsed
 from mmtrain.planning.space.sample_batches import BatchSplit, UnitSplit, batch_split_of
@@ -50,7 +51,10 @@ SpSizes = Mapping[str, frozenset[int]]  # by unit, the tensor-parallel sizes wit
 TpChunks = Mapping[str, Mapping[int, int]]  # by unit and tensor-parallel size, chunks of tokens where there are several
 
 
+MAX_KNOWN_LOADS = 320  # whose seconds are kept for a pass of a layer: `max_exact_loads` of one split, and some more
 MAX_KEPT_COMMUNICATORS = 64  # graphs whose ranks' communicators are known: layouts of one mesh come one after another
+# A layer, its tensor-parallel size, a pass of it with whether it needs gradients, and how ranks share its tokens.
+_PassKey = tuple[LayerShape, int, ComputeKind, bool, TokenSplit, ContextGroup]
 FORWARD, BACKWARD, RECOMPUTE = range(3)  # index of `UnitLayerTimes.by_kind`: what a layer does with a microbatch
 
 
@@ -162,6 +166,7 @@ class LayerCosts:
         self.budget = budget
         self.loads = loads or SampledLoads(problem, budget)
         self._unit_times = self._no_unit_times()
+        self._known_seconds: dict[_PassKey, dict[TokenLoad, float]] = {}
         self._unit_costs: dict[tuple[str, int, LoadSplit], UnitLayerCosts] = {}
         self._waiting_shares: dict[tuple[str, int], FloatArray] = {}
         self._machine = problem.hardware
@@ -185,6 +190,7 @@ class LayerCosts:
         changed.chunks = self.chunks if chunks is None else chunks
         if costs is not None or changed.chunks != self.chunks or (changed.chunks and sp is not None):
             changed.costs = costs or self.costs
+            changed._known_seconds = {}
             changed._unit_times = self._no_unit_times()
         changed.recompute = self.recompute if recompute is None else recompute
         changed.sp = self.sp if sp is None else sp
@@ -249,22 +255,32 @@ class LayerCosts:
     def merged_times(self, unit: str, tp: int, num_merged: int) -> UnitLayerTimes:
         """Return the seconds of the unit's layers for microbatches that hold `num_merged` groups of the batch each.
 
-        The groups are neighbours, which stands for however a plan arranges them.
+        The groups are neighbours, which stands for however a plan arranges them. Unless the recipe recomputes all
+        layers, `RECOMPUTE` may be left out.
         """
         undivided = self.loads.undivided
         if num_merged == 1:
             return self.unit_times(unit, tp, undivided)
         loads = self.loads.of_unit(unit, undivided).merged(num_merged)
-        return self._times_of_loads(unit, tp, undivided, loads)
+        return self._times_of_loads(unit, tp, undivided, loads, with_recompute=self.recompute[unit] == "all")
 
     def _compute_unit_times(self, unit: str, tp: int, split: BatchSplit) -> UnitLayerTimes:
         return self._times_of_loads(unit, tp, split, self.loads.of_unit(unit, split))
 
-    def _times_of_loads(self, unit: str, tp: int, split: BatchSplit, loads: LoadArrays) -> UnitLayerTimes:
+    def _times_of_loads(
+        self, unit: str, tp: int, split: BatchSplit, loads: LoadArrays, with_recompute: bool = True
+    ) -> UnitLayerTimes:
         numbers = self._kind_numbers[unit]
-        group = self.context_group(split_of_unit(unit, split), tp)
-        token_split = self.token_split(unit, tp)
-        by_kind = [self._layer_seconds(*layer_kind, tp, loads, group, token_split) for layer_kind in numbers]
+        of_all = LoadSeconds(loads, self.budget.loads)
+        priced = _PricedLoads(
+            tp,
+            of_all,
+            of_all if loads.targets is None else LoadSeconds(loads.of_targets(), self.budget.loads),
+            self.context_group(split_of_unit(unit, split), tp),
+            self.token_split(unit, tp),
+            with_recompute,
+        )
+        by_kind = [self._layer_seconds(*layer_kind, priced) for layer_kind in numbers]
         kind = np.array([numbers[layer_kind] for layer_kind in self._layer_kinds(unit)], dtype=np.int64)
         return UnitLayerTimes(np.stack(by_kind), kind)
 
@@ -413,35 +429,39 @@ class LayerCosts:
         """Return the ranks that share sequences of a unit."""
         return ContextGroup.of_mesh(tp, split.cp, split.cp_method == "ring", self._machine.ranks_per_node)
 
-    def _layer_seconds(
-        self,
-        layer: LayerShape,
-        input_grad: bool,
-        tp: int,
-        loads: LoadArrays,
-        group: ContextGroup,
-        token_split: TokenSplit,
-    ) -> FloatArray:
+    def _layer_seconds(self, layer: LayerShape, input_grad: bool, priced: "_PricedLoads") -> FloatArray:
         """Return (3, batches, dp, microbatches) seconds of one layer: forward, backward, recompute."""
-
-        if layer.kind == "head":
-            loads = loads.of_targets()
+        loads = priced.of_head if layer.kind == "head" else priced.of_all
         element_bytes = ELEMENT_BYTES[self.precision]
 
         def seconds(kind: ComputeKind, needs_grad: bool = True) -> FloatArray:
-            def of_load(load: TokenLoad) -> float:
-                work = LayerWork(layer, tp, load, kind, needs_grad, token_split)
-                return self.costs.seconds(work) + context_seconds(work, self.costs, group, element_bytes)
+            # Splits arrange the same groups of the batch, so that the LLM's loads come again and again.
+            key = layer, priced.tp, kind, needs_grad, priced.token_split, priced.group
+            known = self._known_seconds.setdefault(key, {})
+            if len(known) > MAX_KNOWN_LOADS:
+                known.clear()
 
-            of_replicas = seconds_of_loads(of_load, loads, self.budget.loads)
+            def of_load(load: TokenLoad) -> float:
+                seconds_of_load = known.get(load)
+                if seconds_of_load is None:
+                    work = LayerWork(layer, priced.tp, load, kind, needs_grad, priced.token_split)
+                    seconds_of_load = self.costs.seconds(work)
+                    seconds_of_load += context_seconds(work, self.costs, priced.group, element_bytes)
+                    known[load] = seconds_of_load
+                return seconds_of_load
+
+            of_replicas, cp = loads.of(of_load), priced.group.cp
+            if cp == 1:
+                return of_replicas
             num_batches, num_replicas, num_microbatches = of_replicas.shape
-            of_groups = of_replicas.reshape(num_batches, num_replicas // group.cp, group.cp, num_microbatches)
-            return np.asarray(of_groups.max(axis=2))
+            return np.asarray(of_replicas.reshape(num_batches, num_replicas // cp, cp, num_microbatches).max(axis=2))
 
         forward = seconds("forward", input_grad)
+        nothing = np.zeros_like(forward)
         if not (layer.trainable or input_grad):
-            return np.stack([forward, np.zeros_like(forward), np.zeros_like(forward)])
-        return np.stack([forward, seconds("backward", input_grad), seconds("recompute")])
+            return np.stack([forward, nothing, nothing])
+        recompute = seconds("recompute") if priced.with_recompute else nothing
+        return np.stack([forward, seconds("backward", input_grad), recompute])
 
     def _compute_unit_costs(self, unit: str, tp: int, split: BatchSplit) -> UnitLayerCosts:
         times = self.unit_times(unit, tp, split)
@@ -496,6 +516,17 @@ class LayerCosts:
     def _trained_parameters(self, unit: str, tp: int) -> FloatArray:
         layers = self.shape.unit(unit).layers
         return np.array([num_trained_parameters(layer, tp) for layer in layers], dtype=np.float64)
+
+
+class _PricedLoads(NamedTuple):
+    """Loads of a unit, and what their seconds depend on besides layers."""
+
+    tp: int
+    of_all: LoadSeconds
+    of_head: LoadSeconds  # of the LLM's targets
+    group: ContextGroup
+    token_split: TokenSplit
+    with_recompute: bool
 
 
 def _span_working(working: FloatArray, kept: FloatArray, inputs: FloatArray) -> FloatArray:

@@ -421,11 +421,10 @@ def in_flight_by_chunk(chain: LayerChain, num_in_flight: Mapping[StageId, int]) 
     table = np.zeros((len(chain.costs.seconds), chain.num_chunks), dtype=np.int64)
     for unit, (start, end) in zip(chain.units, pairwise(chain.bounds), strict=True):
         first_chunk = int(np.searchsorted(chain.anchor, start, side="right")) - 1
-        of_unit = {first_chunk + stage.index: count for stage, count in num_in_flight.items() if stage.unit == unit}
-        for chunk in range(chain.num_chunks):
-            distances = ((abs(known - chunk), known) for known in of_unit)
-            _, nearest = min(distances)
-            table[start:end, chunk] = of_unit[nearest]
+        of_unit = sorted((stage.index, count) for stage, count in num_in_flight.items() if stage.unit == unit)
+        index, count_of_stage = np.array(of_unit, dtype=np.int64).T
+        distance = np.abs(first_chunk + index[:, None] - np.arange(chain.num_chunks))
+        table[start:end] = count_of_stage[distance.argmin(axis=0)]  # of two as near, the first
     return table
 
 
@@ -496,10 +495,13 @@ def _slowest_chunk_seconds(chain: LayerChain, partition: ChainPartition) -> floa
 
 
 @lru_cache(maxsize=64)
-def _sorted_shifts(num_boundaries: int, budget: PartitionBudget) -> IntArray:
-    """Return (n, boundaries) the first shifts of `_boundary_shifts`, each once, in lexicographic order."""
+def _sorted_shifts(num_boundaries: int, budget: PartitionBudget) -> npt.NDArray[np.int8]:
+    """Return (n, boundaries) the first shifts of `_boundary_shifts`, each once, in lexicographic order.
+
+    Shifts of a few layers are kept in one byte each.
+    """
     shifts = list(islice(_boundary_shifts(num_boundaries, budget), budget.max_scored_jitters))
-    return np.unique(np.array(shifts, np.int64).reshape(-1, num_boundaries), axis=0)
+    return np.unique(np.array(shifts, np.int8).reshape(-1, num_boundaries), axis=0)
 
 
 def _boundary_shifts(num_boundaries: int, budget: PartitionBudget) -> Iterator[tuple[int, ...]]:

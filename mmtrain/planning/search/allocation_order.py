@@ -15,7 +15,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import count, islice
 from typing import NamedTuple
 
@@ -33,9 +33,15 @@ from mmtrain.planning.search.mesh_enumeration import (
 )
 from mmtrain.planning.space.budget import MeshBudget
 from mmtrain.planning.space.candidate import MeshAssignment
+from mmtrain.planning.space.recently_used import RecentlyUsed
 from mmtrain.program.ir.graph import LLM
 
 MAX_MESHES_OF_MANY_UNITS = 4  # of each number of ranks, where three or more units are beside the LLM; by hand
+# Choices of other units' meshes that are kept beside one mesh of the LLM. Of OrchMLLM's 84B on 2,560 GPUs all of them
+# took 88 MB in each of two searches, and almost none has its turn.
+NUM_FIRST_CHOICES = 4096
+CHOICES_GROWTH = 16  # how many times as many are kept where all of these had their turn
+MAX_KEPT_CHOICES = 1_000_000  # beside one number of the LLM's replicas, until another mesh leaves as many ranks
 Int32Array = npt.NDArray[np.int32]
 FORWARD_SHARE = 1 / 3  # of a layer's work; a backward computes two products for each of its forward's
 FittedSeconds = Callable[[str, MeshSize, int, int], float]  # the last: microbatches in flight on ranks behind
@@ -155,21 +161,19 @@ class _Beside:
         """Seconds of a microbatch's way through the units before the LLM, on the meshes where that is shortest."""
         return max((float(unit.round_trip_s.min()) for unit in self.units[: self.num_before]), default=0.0)
 
-    def joined(self, num_ranks: int) -> list[IntArray]:
+    def joined(self, num_ranks: int) -> list[Int32Array]:
         """Return for every choice of meshes that use so many ranks together, by unit, the index of its mesh.
 
         Several meshes of the LLM leave as many ranks, so the choices are listed once.
         """
-        if num_ranks not in self._joined:
-            self._joined[num_ranks] = self._join(num_ranks)
-        return self._joined[num_ranks]
+        return self._joined.get(num_ranks, partial(self._join, num_ranks))
 
     @cached_property
-    def _joined(self) -> dict[int, list[IntArray]]:
+    def _joined(self) -> RecentlyUsed[list[Int32Array]]:
         """Cache of `joined`."""
-        return {}
+        return RecentlyUsed(MAX_KEPT_CHOICES, lambda chosen: len(chosen[0]))
 
-    def _join(self, num_ranks: int) -> list[IntArray]:
+    def _join(self, num_ranks: int) -> list[Int32Array]:
         first, *others = self.units
         chosen = [np.arange(len(first.ranks)) if len(others) < 2 else first.fastest_of_ranks]
         used = first.ranks[chosen[0]]
@@ -178,14 +182,18 @@ class _Beside:
             chosen = [*(np.repeat(index, len(few)) for index in chosen), np.tile(few, len(used))]
             used = np.repeat(used, len(few)) + unit.ranks[chosen[-1]]
         if not others:
-            return [index[used == num_ranks] for index in chosen]
+            return [index[used == num_ranks].astype(np.int32) for index in chosen]
         ranks = others[-1].ranks
         lowest = np.searchsorted(ranks, num_ranks - used, "left")
         num_partners = np.searchsorted(ranks, num_ranks - used, "right") - lowest
         number_of_run = np.arange(num_partners.sum()) - np.repeat(np.cumsum(num_partners) - num_partners, num_partners)
-        return [*(np.repeat(index, num_partners) for index in chosen), np.repeat(lowest, num_partners) + number_of_run]
+        chosen = [
+            *(np.repeat(index, num_partners) for index in chosen),
+            np.repeat(lowest, num_partners) + number_of_run,
+        ]
+        return [index.astype(np.int32) for index in chosen]
 
-    def passes(self, chosen: Sequence[IntArray]) -> tuple[list[_Pass], list[_Pass]]:
+    def passes(self, chosen: Sequence[Int32Array]) -> tuple[list[_Pass], list[_Pass]]:
         """Return what units before and after the LLM do in a step, for every choice of meshes."""
         passes = [
             _Pass(unit.work_s[index], unit.round_trip_s[index]) for unit, index in zip(self.units, chosen, strict=True)
@@ -205,18 +213,23 @@ class _Llm:
 
 @dataclass
 class _Choices:
-    """The choices of other units' meshes beside one mesh of the LLM, the fastest first."""
+    """The fastest choices of other units' meshes beside one mesh of the LLM, the fastest first.
+
+    A large cluster has millions of choices, and few of them have their turn.
+    """
 
     llm: _Llm
-    chosen: Sequence[IntArray]  # of each unit, as `_Beside.joined` lists them
-    order: Int32Array  # of the choices; four bytes of each, since a large cluster has millions of them
-    step_s: FloatArray  # in that order
+    chosen: Int32Array  # (units, n) of each unit, the number of its mesh
+    step_s: FloatArray  # (n,)
+    num_left_out: int  # slower choices
     num_done: int = 0
 
-    def indices(self) -> list[int]:
-        """Return of each unit the mesh of the choice whose turn it is."""
-        choice = int(self.order[self.num_done])
-        return [int(index[choice]) for index in self.chosen]
+
+class _Chosen(NamedTuple):
+    """A mesh of the LLM with one choice of the others, which waits for its turn; an assignment takes more memory."""
+
+    llm: _Llm
+    indices: tuple[int, ...]  # of each other unit, the number of its mesh
 
 
 def ordered_assignments(
@@ -233,10 +246,10 @@ def ordered_assignments(
     """
     if len(choices) == 1:
         return
-    queue: list[tuple[float, int, _Llm | _Choices | MeshAssignment]] = []
+    queue: list[tuple[float, int, _Llm | _Choices | _Chosen]] = []
     numbers = count()
 
-    def push(seconds: float, entry: _Llm | _Choices | MeshAssignment) -> None:
+    def push(seconds: float, entry: _Llm | _Choices | _Chosen) -> None:
         if seconds < math.inf:
             heapq.heappush(queue, (seconds, next(numbers), entry))
 
@@ -245,26 +258,30 @@ def ordered_assignments(
         push(_least_step_seconds(llm, num_ranks), llm)
     while queue:
         seconds, _, entry = heapq.heappop(queue)
-        if isinstance(entry, MeshAssignment):
-            llm_mesh = entry.meshes[LLM]
-            if num_yielded[llm_mesh] < budget.max_assignments_per_llm_mesh:
-                num_yielded[llm_mesh] += 1
-                yield seconds, entry
+        if isinstance(entry, _Chosen):
+            if num_yielded[entry.llm.mesh] < budget.max_assignments_per_llm_mesh:
+                num_yielded[entry.llm.mesh] += 1
+                yield seconds, _assignment(entry, choices)
         elif isinstance(entry, _Llm) and not entry.is_fitted:
             num_llm = choices[LLM].global_batch // entry.mesh.dp
             fitted = replace(entry, seconds=estimate.fitting(LLM, entry.mesh, num_llm, 0), is_fitted=True)
             push(max(seconds, _least_step_seconds(fitted, num_ranks)), fitted)
         elif isinstance(entry, _Llm):
-            with_others = _with_others(entry, num_ranks - entry.mesh.ranks, choices, estimate)
+            with_others = _with_others(entry, num_ranks - entry.mesh.ranks, choices, estimate, NUM_FIRST_CHOICES)
             if len(with_others.step_s):
                 push(float(with_others.step_s[0]), with_others)
         elif num_yielded[entry.llm.mesh] < budget.max_assignments_per_llm_mesh:
-            assignment = _assignment(entry, choices)
-            entry.num_done += 1
-            if entry.num_done < len(entry.step_s):
-                push(float(entry.step_s[entry.num_done]), entry)
+            chosen = _Chosen(entry.llm, tuple(entry.chosen[:, entry.num_done].tolist()))
+            num_done = entry.num_done + 1
+            if num_done == len(entry.step_s) and entry.num_left_out:
+                others = num_ranks - entry.llm.mesh.ranks
+                entry = _with_others(entry.llm, others, choices, estimate, num_done * CHOICES_GROWTH)
+            entry.num_done = num_done
+            if num_done < len(entry.step_s):
+                push(float(entry.step_s[num_done]), entry)
+            assignment = _assignment(chosen, choices)
             if not has_split_tp_group(assignment, ranks_per_node):
-                push(max(seconds, estimate.step_seconds(assignment)), assignment)
+                push(max(seconds, estimate.step_seconds(assignment)), chosen)
 
 
 def most_split_assignments(choices: Choices, num_ranks: int, budget: MeshBudget) -> Iterator[MeshAssignment]:
@@ -306,20 +323,22 @@ def _least_step_seconds(llm: _Llm, num_ranks: int) -> float:
     return max(llm.beside.least_round_trip_s + llm.seconds, of_others_s)
 
 
-def _with_others(llm: _Llm, num_ranks: int, choices: Choices, estimate: StepEstimate) -> _Choices:
-    """Return every choice of other units' meshes that use all ranks that the LLM leaves, the fastest first."""
+def _with_others(llm: _Llm, num_ranks: int, choices: Choices, estimate: StepEstimate, max_choices: int) -> _Choices:
+    """Return the fastest choices of other units' meshes that use all ranks that the LLM leaves."""
     chosen = llm.beside.joined(num_ranks)
     num_llm = choices[LLM].global_batch // llm.mesh.dp
     llm_pass = _LlmPass(llm.mesh, num_llm, llm.seconds, estimate.round_trip(LLM, llm.mesh, num_llm))
     step_s = llm_pass.step_seconds(*llm.beside.passes(chosen))
-    order = np.argsort(step_s, kind="stable").astype(np.int32)
-    return _Choices(llm, chosen, order, step_s[order])
+    fastest = np.argsort(step_s, kind="stable")[:max_choices]
+    num_left_out = len(step_s) - len(fastest)
+    return _Choices(llm, np.stack([index[fastest] for index in chosen]), step_s[fastest], num_left_out)
 
 
-def _assignment(of_llm: _Choices, choices: Choices) -> MeshAssignment:
-    """Return the assignment whose turn it is."""
-    llm = of_llm.llm.mesh
-    chosen = [unit.meshes[index] for unit, index in zip(of_llm.llm.beside.units, of_llm.indices(), strict=True)]
-    chosen.insert(of_llm.llm.beside.num_before, (llm, choices[LLM].global_batch // llm.dp))
-    meshes = {name: mesh for name, (mesh, _) in zip(choices, chosen, strict=True)}
-    return MeshAssignment("disaggregated", meshes, {name: num for name, (_, num) in zip(choices, chosen, strict=True)})
+def _assignment(chosen: _Chosen, choices: Choices) -> MeshAssignment:
+    """Return the mesh assignment of a choice."""
+    llm, beside = chosen.llm.mesh, chosen.llm.beside
+    of_units = [unit.meshes[index] for unit, index in zip(beside.units, chosen.indices, strict=True)]
+    of_units.insert(beside.num_before, (llm, choices[LLM].global_batch // llm.dp))
+    meshes = {name: mesh for name, (mesh, _) in zip(choices, of_units, strict=True)}
+    counts = {name: num for name, (_, num) in zip(choices, of_units, strict=True)}
+    return MeshAssignment("disaggregated", meshes, counts)

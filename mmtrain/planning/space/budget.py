@@ -120,9 +120,9 @@ class EvaluationBudget:
     max_passes_of_all_groups: int = 2_000
     # What large batches would fill gigabytes with is kept up to these sizes; most recipes stay below them. By hand.
     # ("What the search keeps of large batches has a size")
-    max_kept_batch_bytes: int = 64_000_000  # samples and items of the sampled batches, as splits arrange them
+    max_kept_batch_bytes: int = 32_000_000  # samples and items of the sampled batches, as splits arrange them
     max_kept_load_bytes: int = 80_000_000  # loads of every microbatch of a unit
-    max_kept_time_bytes: int = 128_000_000  # seconds of layers for every microbatch
+    max_kept_time_bytes: int = 96_000_000  # seconds of layers for every microbatch
     max_kept_step_bytes: int = 64_000_000  # loads and routes of whole batches, or of one replica group, ...
     min_kept_steps: int = 6  # ... and so many of them however large: those of two layouts
     max_kept_order_actions: int = 1_000_000  # of the orders of compute that estimates share; some 100 bytes each

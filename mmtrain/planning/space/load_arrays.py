@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +14,9 @@ from mmtrain.program.ir.graph import LLM, Microbatch, UnitMesh
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
-LoadSeconds = Callable[[TokenLoad], float]
+Int32Array = npt.NDArray[np.int32]
+BoolArray = npt.NDArray[np.bool_]
+SecondsOfLoad = Callable[[TokenLoad], float]
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,7 @@ class LoadArrays:
     def distinct(self, max_loads: int) -> tuple[list[TokenLoad], IntArray] | None:
         """Return every load that occurs, and for each microbatch the index of its load; None if more than `max_loads`.
 
-        The answer is kept, since each kind of layer asks for it.
+        The answer is kept, since each tensor-parallel size asks for it, with indices in few bytes.
         """
         if max_loads not in self._distinct:
             self._distinct[max_loads] = self._find_distinct(max_loads)
@@ -100,7 +103,7 @@ class LoadArrays:
             TokenLoad(tokens, squares, longest, count, exchanged=sum(exchanged))
             for tokens, squares, longest, count, *exchanged in rows
         ]
-        return loads, number.reshape(self.tokens.shape)
+        return loads, number.astype(np.min_scalar_type(len(loads))).reshape(self.tokens.shape)
 
     @property
     def num_bytes(self) -> int:
@@ -160,50 +163,105 @@ def loads_of_parts(mesh: UnitMesh, batches: Sequence[Mapping[Microbatch, TokenLo
     )
 
 
-def seconds_of_loads(seconds: LoadSeconds, loads: LoadArrays, budget: LoadBudget) -> FloatArray:
-    """Return the seconds of every load, (batches, dp, microbatches).
+class LoadSeconds:
+    """Seconds of all loads of a unit for one kind of pass after another.
 
     Up to `max_exact_loads` different loads each is asked for; more are interpolated between `num_token_nodes` numbers
     of tokens. Between nodes the cost is linear in tokens, in squared lengths and in sequences, and in tokens that are
     exchanged.
     """
-    known = loads.distinct(budget.max_exact_loads)
-    if known is not None:
-        distinct, index = known
-        return np.array([seconds(load) for load in distinct])[index]
-    return _interpolated_seconds(seconds, loads, budget.num_token_nodes)
+
+    def __init__(self, loads: LoadArrays, budget: LoadBudget) -> None:
+        """Look for what passes share: the loads that differ, or the nodes and where each load lies between them."""
+        self._loads = loads
+        self._num_nodes = budget.num_token_nodes
+        self._known = loads.distinct(budget.max_exact_loads)
+
+    def of(self, seconds: SecondsOfLoad) -> FloatArray:
+        """Return the seconds of every load, (batches, dp, microbatches)."""
+        if self._known is not None:
+            distinct, index = self._known
+            return np.array([seconds(load) for load in distinct]).take(index)
+        if not self._loads.tokens.any():
+            return np.zeros(self._loads.tokens.shape)
+        return self._nodes.interpolate(seconds)
+
+    @cached_property
+    def _nodes(self) -> "_TokenNodes":
+        return _TokenNodes.of(self._loads, self._num_nodes)
 
 
-def _interpolated_seconds(seconds: LoadSeconds, loads: LoadArrays, num_nodes: int) -> FloatArray:
-    tokens, squares, count = (column.astype(np.float64) for column in (loads.tokens, loads.sum_sq, loads.num_sequences))
-    if not tokens.any():
-        return np.zeros_like(tokens)
-    smallest = max(tokens[tokens > 0].min(), 1)
-    nodes = np.unique(np.linspace(smallest, tokens.max(), num_nodes).astype(np.int64))
-    squares_per_token = squares.sum() / tokens.sum()
-    sequences_per_token = count.sum() / tokens.sum()
-    longest = int(loads.max_len.max())
-    exchanged = np.zeros_like(tokens) if loads.exchanged is None else loads.exchanged.astype(np.float64)
-    exchanged_per_token = exchanged.sum() / tokens.sum()
-    base, per_square, per_sequence, per_exchanged = [], [], [], []
-    for node in nodes.tolist():
-        square = max(int(node * squares_per_token), 2)
-        sequences = max(int(node * sequences_per_token), 2)
-        max_len = min(longest, node)
-        load = TokenLoad(node, square, max_len, sequences, exchanged=int(node * exchanged_per_token))
-        node_seconds = seconds(load)
-        base.append(node_seconds)
-        per_square.append((seconds(replace(load, sum_sq=2 * square)) - node_seconds) / square)
-        per_sequence.append((seconds(replace(load, num_sequences=2 * sequences)) - node_seconds) / sequences)
-        if load.exchanged:
-            twice = seconds(replace(load, exchanged=2 * load.exchanged))
-            per_exchanged.append((twice - node_seconds) / load.exchanged)
-        else:
-            per_exchanged.append(0.0)
-    node_sequences = np.maximum(np.floor(tokens * sequences_per_token), 2)
-    node_squares = np.maximum(np.floor(tokens * squares_per_token), 2)
-    total = np.interp(tokens, nodes, base)
-    total += np.interp(tokens, nodes, per_square) * (squares - node_squares)
-    total += np.interp(tokens, nodes, per_sequence) * (count - node_sequences)
-    total += np.interp(tokens, nodes, per_exchanged) * (exchanged - np.floor(tokens * exchanged_per_token))
-    return np.where(tokens > 0, np.maximum(total, 0.0), 0.0)
+@dataclass(frozen=True)
+class _TokenNodes:
+    """Numbers of tokens at which a cost model is asked, and how each of many loads differs from one of its tokens."""
+
+    loads: Sequence[TokenLoad]  # at the nodes
+    below: Int32Array  # of each load, the node of as many tokens or fewer
+    beyond: FloatArray  # tokens above that node; 0 above the last
+    more_squared: FloatArray  # squared lengths beyond what so many tokens have on average
+    more_sequences: FloatArray
+    more_exchanged: FloatArray | None  # None where nothing is exchanged
+    is_filled: BoolArray  # whether it has any tokens
+
+    @classmethod
+    def of(cls, arrays: LoadArrays, num_nodes: int) -> "_TokenNodes":
+        """Place nodes evenly between the fewest tokens and the most; some load must have tokens."""
+        tokens, squares, count = (
+            column.astype(np.float64) for column in (arrays.tokens, arrays.sum_sq, arrays.num_sequences)
+        )
+        exchanged = None if arrays.exchanged is None else arrays.exchanged.astype(np.float64)
+        smallest = max(tokens[tokens > 0].min(), 1)
+        nodes = np.unique(np.linspace(smallest, tokens.max(), num_nodes).astype(np.int64))
+        squares_per_token = squares.sum() / tokens.sum()
+        sequences_per_token = count.sum() / tokens.sum()
+        exchanged_per_token = 0.0 if exchanged is None else exchanged.sum() / tokens.sum()
+        longest = int(arrays.max_len.max())
+        loads = [
+            TokenLoad(
+                node,
+                max(int(node * squares_per_token), 2),
+                min(longest, node),
+                max(int(node * sequences_per_token), 2),
+                exchanged=int(node * exchanged_per_token),
+            )
+            for node in nodes.tolist()
+        ]
+        below = np.maximum(np.searchsorted(nodes, tokens, side="right") - 1, 0)
+        beyond = np.where(below < len(nodes) - 1, np.maximum(tokens - nodes[below], 0.0), 0.0)
+        return cls(
+            loads,
+            below.astype(np.int32),
+            beyond,
+            squares - np.maximum(np.floor(tokens * squares_per_token), 2),
+            count - np.maximum(np.floor(tokens * sequences_per_token), 2),
+            None if exchanged is None else exchanged - np.floor(tokens * exchanged_per_token),
+            tokens > 0,
+        )
+
+    def interpolate(self, seconds: SecondsOfLoad) -> FloatArray:
+        """Return the seconds of every load."""
+        base, per_square, per_sequence, per_exchanged = [], [], [], []
+        for load in self.loads:
+            node_seconds = seconds(load)
+            base.append(node_seconds)
+            more_squared = seconds(replace(load, sum_sq=2 * load.sum_sq))
+            per_square.append((more_squared - node_seconds) / load.sum_sq)
+            more_sequences = seconds(replace(load, num_sequences=2 * load.num_sequences))
+            per_sequence.append((more_sequences - node_seconds) / load.num_sequences)
+            if load.exchanged:
+                twice = seconds(replace(load, exchanged=2 * load.exchanged))
+                per_exchanged.append((twice - node_seconds) / load.exchanged)
+            else:
+                per_exchanged.append(0.0)
+        total = self._between(base)
+        total += self._between(per_square) * self.more_squared
+        total += self._between(per_sequence) * self.more_sequences
+        if self.more_exchanged is not None:
+            total += self._between(per_exchanged) * self.more_exchanged
+        return np.where(self.is_filled, np.maximum(total, 0.0), 0.0)
+
+    def _between(self, values: Sequence[float]) -> FloatArray:
+        """Return what `np.interp` does of values at the nodes, to the last bit, without looking for each load again."""
+        at_nodes, tokens = np.array(values), np.array([load.tokens for load in self.loads])
+        per_token = np.append(np.diff(at_nodes) / np.diff(tokens), 0.0)
+        return np.asarray(per_token[self.below] * self.beyond + at_nodes[self.below])

@@ -21,7 +21,7 @@ capital letters are backwards. Each column is the time of one pass, and dots are
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby, product
 from typing import NamedTuple
@@ -146,6 +146,9 @@ class PipelinePosition:
     @cached_property
     def _most_waves(self) -> list[list[int]]:
         """By pipeline rank, then chunk: the most waves that are between forward and backward."""
+        short = self._with_few_waves
+        if short is not None:
+            return short._most_waves
         most = []
         for pipeline_rank in range(self.num_pipeline_ranks):
             table = self.pass_table(pipeline_rank)
@@ -156,12 +159,26 @@ class PipelinePosition:
             most.append(np.maximum.reduceat(running, first_pass).tolist())
         return most
 
+    @property
+    def _with_few_waves(self) -> "PipelinePosition | None":
+        """The same position in a step of fewer waves that holds as many at once; None if this step has no more.
+
+        Once forwards and backwards alternate, everything repeats from group to group. A warm-up takes at most three
+        groups more than `num_warmup_waves` fill: one that these begin, one for the chunks, and two passes for each
+        further rank. One group is the period, and the last one may lack waves.
+        """
+        num_groups = -(-self.num_warmup_waves // self.num_pipeline_ranks) + 5
+        enough = num_groups * self.num_pipeline_ranks
+        return replace(self, num_waves=enough) if enough < self.num_waves else None
+
     @cached_property
     def _slots(self) -> IntArray:
         """Chunk and wave of every forward in order, (forwards, 2), as if the last group lacked no waves."""
         size, num_groups = self.num_pipeline_ranks, -(-self.num_waves // self.num_pipeline_ranks)
-        group, chunk, place = np.indices((num_groups, self.num_chunks, size))
-        return np.stack([chunk.ravel(), (group * size + place).ravel()], axis=1)
+        slots = np.empty((num_groups, self.num_chunks, size, 2), dtype=np.int64)
+        slots[..., 0] = np.arange(self.num_chunks)[:, None]
+        slots[..., 1] = np.arange(num_groups * size).reshape(num_groups, 1, size)
+        return slots.reshape(-1, 2)
 
     @cached_property
     def _last_rank_warmup(self) -> int:
