@@ -122,7 +122,7 @@ def test_a_folder_gives_the_same_answers_in_transformers(
     folder = _exported(settings, tmp_path)
     assert inspect_folder(folder).family == "llava"
     model = LlavaForConditionalGeneration.from_pretrained(folder).eval()
-    processor = AutoProcessor.from_pretrained(folder)
+    processor = AutoProcessor.from_pretrained(folder, backend="pil")
     ours = our_answers(settings, tmp_path / "run", MAX_NEW_TOKENS)
     samples = build_index(settings, "validation").samples
     theirs = {sample.id: answer_of_transformers(model, processor, sample, MAX_NEW_TOKENS) for sample in samples}
@@ -144,7 +144,7 @@ def test_greedy_answers_follow_the_generation_settings_of_the_folder(data: Path,
     ends = [generation["eos_token_id"], load_tokenizer(folder).encode(_asked("x"), {}).ids[3].item()]
     file.write_text(json.dumps(generation | {"repetition_penalty": 1.6, "eos_token_id": ends}))
     model = LlavaForConditionalGeneration.from_pretrained(folder).eval()
-    processor = AutoProcessor.from_pretrained(folder)
+    processor = AutoProcessor.from_pretrained(folder, backend="pil")
     ours = our_answers(of_folder, tmp_path / "run", MAX_NEW_TOKENS)
     samples = build_index(of_folder, "validation").samples
     theirs = {sample.id: answer_of_transformers(model, processor, sample, MAX_NEW_TOKENS) for sample in samples}
@@ -212,7 +212,7 @@ def test_a_folder_of_a_model_that_joins_tiles_gives_the_same_answers_in_transfor
     assert inspect_folder(folder).family == family
     model = AutoModelForImageTextToText.from_pretrained(folder).eval()
     is_composed = family == "llava_onevision"
-    processor = _ComposedForAnswers(folder) if is_composed else AutoProcessor.from_pretrained(folder)
+    processor = _ComposedForAnswers(folder) if is_composed else AutoProcessor.from_pretrained(folder, backend="pil")
     ours = our_answers(recipe_of_tiles, tmp_path / "run", MAX_NEW_TOKENS)
     samples = build_index(recipe_of_tiles, "validation").samples
     theirs = {sample.id: answer_of_transformers(model, processor, sample, MAX_NEW_TOKENS) for sample in samples}
