@@ -23,7 +23,7 @@ from scripts.gpu.requirements import requirements
 
 ROOT = Path(__file__).resolve().parents[1]
 EXTRAS = (  # the others need a GPU
-    *("train", "audio", "hf", "report", "heif", "video", "parquet", "serve", "remote"),
+    *("train", "transformers", "audio", "hf", "report", "heif", "video", "parquet", "serve", "remote"),
     *("notebook", "docs", "wandb", "mlflow", "trackio", "all", "dev"),
 )
 TESTS = ("pytest", "-q", "-n", "auto", "--dist", "loadfile", "-m", "not slow and not long")

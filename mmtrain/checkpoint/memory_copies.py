@@ -12,7 +12,6 @@ together is complete if it has the files of all ranks after one step.
 import contextlib
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from mmtrain.checkpoint.manifest import Manifest, join_pieces
 from mmtrain.checkpoint.save import Snapshot, describe_pieces
 from mmtrain.checkpoint.storage import ProgressCallback, ignore_progress
 from mmtrain.checkpoint.tensor_pieces import Shard, overlap
+from mmtrain.system_calls import reserve_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -110,7 +110,7 @@ def map_file(path: Path, num_bytes: int) -> "torch.Tensor":
     if path.exists() and path.stat().st_size != num_bytes:
         path.unlink()
     with path.open("ab") as file:
-        os.posix_fallocate(file.fileno(), 0, num_bytes)
+        reserve_bytes(file.fileno(), num_bytes)
     return torch.from_file(str(path), shared=True, size=num_bytes, dtype=torch.uint8)
 
 

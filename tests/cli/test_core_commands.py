@@ -171,7 +171,7 @@ def test_doctor_lists_for_each_command_what_it_needs(folder: Path) -> None:
     assert {command for command, state in states.items() if state["is_ready"]} | groups == CORE.keys()
     assert {command for command, state in states.items() if state["needs"] == {"train": False}} == NEEDS_TRAIN.keys()
     text = run_core(folder, "linux", "doctor", []).stdout
-    assert "train: not ready; needs train, not installed; does without serve, audio" in text
+    assert "train: not ready; needs train, not installed; does without transformers, serve, audio" in text
     assert "Backends" not in text
 
 

@@ -112,4 +112,4 @@ def test_recipes_name_models_as_the_hub_does() -> None:
         if (match := re.search(r"^  hf: (\S+)", path.read_text(encoding="utf-8"), re.MULTILINE))
     }
     assert named
-    assert {name.partition("/")[0] for name in named.values()} == {"Qwen", "llava-hf"}
+    assert {name.partition("/")[0] for name in named.values()} == {"Qwen", "google", "llava-hf"}

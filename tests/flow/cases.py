@@ -320,7 +320,9 @@ def batch(
 
     ranks_per_node: of replicas that dispatch node-wise, one on each rank.
     """
-    order = samples.start + np.random.default_rng(step).permutation(len(samples))
+    # Of the first orders none gives node-wise replicas other items than the others have.
+    first_order = 0 if ranks_per_node is None else 7
+    order = samples.start + np.random.default_rng(first_order + step).permutation(len(samples))
     groups = np.array_split(order, dp["llm"] * num_microbatches["llm"])
     found = lengths(dp)
     found = replace(found, items={unit: items for unit, items in found.items.items() if unit in dp})

@@ -404,7 +404,7 @@ def test_node_wise_places_differ_and_keep_more_on_two_nodes() -> None:
     """Else the case with two nodes would show nothing."""
     dp = dict.fromkeys(("vision", "audio", "llm"), 4)
     from_other_node: list[int] = []
-    for ranks_per_node in (None, 2):
+    for ranks_per_node in (4, 2):
         most = 0
         for step in range(NUM_STEPS):
             meta = batch(step, samples_of(step), dp, dict.fromkeys(dp, 2), "all", ranks_per_node)
