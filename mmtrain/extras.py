@@ -76,7 +76,7 @@ GUESTS = Extra(
     "transformers",
     {"transformers": "transformers"},
     "models that no family covers (guests)",
-    used_by=("plan", "simulate", "report", "train", "verify", "export"),
+    used_by=("plan", "simulate", "report", "train", "export", "inspect"),
 )
 EXTRAS = (
     TRAIN,

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from mmtrain.api.simulated_steps import index_and_plan
 from mmtrain.recipe import Recipe, require_runnable
+from mmtrain.recipe.checks.guest_checks import require_own_modules
 
 if TYPE_CHECKING:
     from mmtrain.report.verification import Verification
@@ -35,12 +36,13 @@ def verify_recipe(
         max_processes: a plan with more ranks is cut to fewer replica groups.
 
     Raises:
-        UserError: the recipe can be planned only, the plan is of another one, or it needs more processes.
+        UserError: the recipe can be planned only or has a guest, the plan is of another, or it needs more processes.
         RunError: the plan cannot be run.
     """
     from mmtrain.planning.artifact.plan_files import with_planned_groups
 
     require_runnable(recipe, "verify")
+    require_own_modules(recipe, "verify")
     index, plan = index_and_plan(recipe, plan_path)
     from mmtrain.runtime.verification.verify_plan import VerifyRequest, verify_plan
 

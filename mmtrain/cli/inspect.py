@@ -42,6 +42,8 @@ def _text(summary: "FolderSummary", is_of_hub: bool) -> str:
     }
     what = next((uses[unit.name] for unit in summary.units if unit.name in uses), None)
     is_of_diffusers = what is not None
+    if summary.is_guest:
+        what = "training can start from it (model.hf), with modules of transformers (docs/guests.md)"
     what = what or "training can start from it (model.hf)"
     lines = [f"{summary.folder}: {summary.family}, {what}"]
     for unit in summary.units:

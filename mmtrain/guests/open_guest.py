@@ -15,6 +15,7 @@ from torch import nn
 
 from mmtrain.errors import ModelFolderError, UserError
 from mmtrain.extras import GUESTS, require_extra
+from mmtrain.families.folder_files import CONFIG_FILE
 from mmtrain.guests.packed_attention import PACKED_ATTENTION, register_packed_attention
 
 OLDEST_TRANSFORMERS = "5.17"  # the first that the tests of guests were run with
@@ -43,13 +44,19 @@ class GuestModules:
     attention: str  # the implementation of attention
 
 
-@lru_cache(maxsize=8)
 def guest_names(folder: Path) -> GuestNames:
     """Return the parameters of the model in a folder; builds it without memory for its weights.
 
     Raises UserError without `transformers`, or with too old a version; ModelFolderError for a model that it cannot
     build, or that is no guest: one without a language head, or with numbers beside its parameters.
     """
+    _require_transformers()
+    return _names_by_config(folder, (folder / CONFIG_FILE).read_bytes())
+
+
+@lru_cache(maxsize=8)
+def _names_by_config(folder: Path, _: bytes) -> GuestNames:
+    """Return the parameters; the content of the config is a part of the key, for it may change."""
     config, model_class = _model_class(folder)
     with _quiet(), torch.device("meta"), _failures_named(folder, config):
         model = model_class._from_config(config)
@@ -121,7 +128,6 @@ def _blocks_of(model: nn.Module, config: Any, folder: Path) -> tuple[str, ...]:
 
 def _model_class(folder: Path) -> tuple[Any, Any]:
     """Return the config of a folder, and the class of its model with a language head. Raises as `guest_names`."""
-    _require_transformers()
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
     version = importlib.metadata.version("transformers")

@@ -13,18 +13,20 @@ from mmtrain.data.index.sample_lengths import count_image_features
 from mmtrain.data.media.audio import HOP_SAMPLES, SAMPLE_RATE_HZ
 from mmtrain.data.text.folder_templates import find_templates
 from mmtrain.data.text.load_tokenizer import load_tokenizer
-from mmtrain.errors import DataError, ModelFolderError
+from mmtrain.errors import DataError, ModelFolderError, UnknownModelError
 from mmtrain.families import read_model_folder
 from mmtrain.families.family import Settings
 from mmtrain.families.folder_files import CONFIG_FILE, TOKENIZER_FILE, WEIGHT_FILES
 from mmtrain.families.model_folder import ModelFolder
 from mmtrain.families.processor_files import read_processor
 from mmtrain.limited_reads import Bounds, done_reading, now_reading, read_within
+from mmtrain.recipe.loading.apply_model_folder import read_as_guest
 from mmtrain.recipe.settings.audio_settings import AudioSettings
 from mmtrain.recipe.settings.base import Section
 from mmtrain.recipe.settings.data_settings import ImageSettings
 from mmtrain.recipe.settings.vision_settings import VisionSettings
 from mmtrain.weights.folder_tensors import DTYPES, FolderTensors
+from mmtrain.weights.guest_weights import with_guest_weights
 from mmtrain.weights.match_tensors import match_tensors
 
 SHOWN_IMAGES = ((336, 336), (1280, 960), (3840, 2160))  # width x height in pixels
@@ -65,6 +67,7 @@ class FolderSummary:
     text_problems: tuple[str, ...]  # what is wrong with tokenizer and chat template, and what to know of them
     media_tokens: Mapping[str, float]  # what a medium becomes for the LLM, without the marks around it
     not_built: Mapping[str, str]  # by modality: the key that keeps a tower from being built
+    is_guest: bool = False  # no family covers it; `transformers` builds its modules
 
 
 def inspect_folder(path: Path) -> FolderSummary:
@@ -72,24 +75,40 @@ def inspect_folder(path: Path) -> FolderSummary:
     values = read_within(Bounds(MAX_FOLDER_BYTES), lambda _: asdict(_inspect(path)))
     units = tuple(UnitSummary(**unit) for unit in values["units"])
     lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
-    return FolderSummary(**(values | lists | {"units": units}))
+    summary = FolderSummary(**(values | lists | {"units": units}))
+    return _inspect_guest(summary, path) if summary.is_guest else summary
 
 
-def _inspect(path: Path) -> FolderSummary:
-    now_reading(f"{path / CONFIG_FILE}")
-    folder = read_model_folder(path)
+def _inspect_guest(summary: FolderSummary, path: Path) -> FolderSummary:
+    """Count and compare the parameters that `transformers` says a guest has: here, where its modules are loaded."""
+    folder = with_guest_weights(read_model_folder(path, as_guest=True))
+    summary = replace(summary, units=_units(folder))
+    if summary.files is None:
+        return summary
+    return replace(summary, tensors_passed_over=match_tensors(folder, FolderTensors.of(path)).passed_over)
+
+
+def _units(folder: ModelFolder) -> tuple[UnitSummary, ...]:
     parameters: Counter[str] = Counter()
     for source in folder.family.weights(folder.settings):
         unit = source.name.partition(".")[0]
         parameters[unit] += sum(prod(hi - lo for lo, hi in block.view_box) for block in source.blocks)
-    units = tuple(
+    return tuple(
         UnitSummary(name, settings["layers"], *_width_and_heads(settings), parameters[name])
         for name, settings in folder.settings.model.items()
     )
+
+
+def _inspect(path: Path) -> FolderSummary:
+    now_reading(f"{path / CONFIG_FILE}")
+    try:
+        folder = read_model_folder(path)
+    except UnknownModelError as error:
+        folder = read_as_guest(path, error)
     summary = FolderSummary(
         folder=str(path),
         family=folder.family.name,
-        units=units,
+        units=_units(folder),
         files=None,
         tensors=None,
         num_bytes=None,
@@ -100,18 +119,19 @@ def _inspect(path: Path) -> FolderSummary:
         text_problems=_text_problems(path),
         media_tokens=_media_tokens(folder),
         not_built=folder.settings.not_built,
+        is_guest=folder.is_guest,
     )
     done_reading()  # of tensors there may be a hundred thousand
     if not any((path / name).exists() for names in WEIGHT_FILES for name in names):
         return summary
     stored = FolderTensors.of(path)
-    matched = match_tensors(folder, stored)
+    passed_over = () if folder.is_guest else match_tensors(folder, stored).passed_over
     files = {weight.file for weight in stored.tensors.values()}
     return replace(
         summary,
         files=len(files),
         tensors=len(stored.tensors),
-        tensors_passed_over=matched.passed_over,
+        tensors_passed_over=passed_over,
         num_bytes=sum((path / file).stat().st_size for file in files),
         dtypes=tuple(sorted({DTYPES.get(weight.dtype, weight.dtype) for weight in stored.tensors.values()})),
     )

@@ -12,6 +12,7 @@ from mmtrain.errors import ModelFolderError, RecipeError, UserError
 from mmtrain.extras import GUESTS
 from mmtrain.guests import open_guest
 from mmtrain.weights import describe_guest, open_pretrained
+from mmtrain.weights.inspect_folder import inspect_folder
 from tests.guests.folders import MODELS, VOCAB, write_folder
 from tests.weights.comparison import unit_stage
 from tests.weights.pretrained import llama, recipe_from, save
@@ -37,6 +38,17 @@ def test_a_model_of_no_family_becomes_a_guest(olmo2: Path) -> None:
     assert text is not None
     for part in ("Olmo2ForCausalLM has 111,912 parameters", "`replicated` alone", "the family nearest to it, "):
         assert part in text
+
+
+def test_inspect_says_that_a_folder_is_that_of_a_guest_and_compares_its_tensors(olmo2: Path) -> None:
+    summary = inspect_folder(olmo2)
+    assert (summary.family, summary.is_guest, summary.units[0].parameters) == ("guest", True, 111_912)
+    text = CliRunner().invoke(app, ["inspect", str(olmo2)]).stdout
+    assert "with modules of transformers (docs/guests.md)" in text
+    assert "111,912 parameters, 3 blocks, 48 wide, 4 heads" in text
+    _change(olmo2, num_hidden_layers=4)
+    with pytest.raises(ModelFolderError, match=r"model\.layers\.3\.self_attn\.q_proj\.weight: missing"):
+        inspect_folder(olmo2)
 
 
 def test_a_model_of_a_family_is_a_guest_if_the_recipe_says_so(tmp_path: Path) -> None:
@@ -110,7 +122,6 @@ def test_folders_of_no_guest_are_refused_with_the_recipe(changes: dict[str, Any]
     ],
 )
 def test_models_that_transformers_cannot_build_are_refused(changes: dict[str, Any], message: str, olmo2: Path) -> None:
-    open_guest.guest_names.cache_clear()
     _change(olmo2, **changes)
     with pytest.raises(ModelFolderError, match=message):
         open_pretrained(recipe_from(olmo2))
@@ -154,18 +165,21 @@ def test_without_transformers_a_folder_of_no_family_says_what_to_install(
 
 
 def test_a_version_that_is_too_old_is_named_with_the_one_it_takes(olmo2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    open_guest.guest_names.cache_clear()
     monkeypatch.setattr(open_guest.importlib.metadata, "version", lambda _: "5.2.0")
     with pytest.raises(UserError, match=r"needs transformers 5\.17 or newer, and 5\.2\.0 is installed"):
         open_pretrained(recipe_from(olmo2))
 
 
-@pytest.mark.parametrize("command", ["profile", "chat"])
+@pytest.mark.parametrize("command", ["profile", "chat", "verify"])
 def test_commands_that_run_modules_of_ours_refuse_a_guest(command: str, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     write_folder("olmo2", folder)
     recipe_from(folder)  # beside the folder
-    arguments = {"profile": [f"{folder}.yaml", "--out", f"{folder}.json"], "chat": [str(folder)]}[command]
+    arguments = {
+        "profile": [f"{folder}.yaml", "--out", f"{folder}.json"],
+        "chat": [str(folder)],
+        "verify": [f"{folder}.yaml"],
+    }[command]
     result = CliRunner().invoke(app, [command, *arguments])
     assert isinstance(result.exception, UserError)
     assert f"{command} runs modules of mmtrain, and the model of this recipe is a guest" in str(result.exception)

@@ -163,11 +163,14 @@ def _read_folder(tree: Node, path: Path, unit: str | None) -> ModelFolder:
     except ModelFolderError as error:
         if unit is not None or _value(tree, GUEST_SETTING) is False:
             raise
-        return _read_as_guest(path, error)
+        return read_as_guest(path, error)
 
 
-def _read_as_guest(path: Path, error: ModelFolderError) -> ModelFolder:
-    """Read the folder of a model that no family takes, for the reason `error`."""
+def read_as_guest(path: Path, error: ModelFolderError) -> ModelFolder:
+    """Read the folder of a model that no family takes, for the reason `error`.
+
+    Raises ModelFolderError: it can be no guest, a family has it and lacks a feature, or `transformers` is missing.
+    """
     try:
         folder = read_model_folder(path, as_guest=True)
     except ModelFolderError as reason:
