@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from mmtrain.checkpoint import open_newest_good
+from mmtrain.data import DataIndex
+from mmtrain.data.text.sample_tokenizer import LengthCounter, SampleTokenizer
 from mmtrain.families import read_model_folder
 from mmtrain.families.weight_layouts import ParameterSource, respell
 from mmtrain.models.build_stage import StageOptions, build_stage
@@ -63,6 +66,33 @@ def labels_of(ids: Sequence[Tensor], last_mark: int) -> Tensor:
     """
     followers = [torch.cat([sample[1:], torch.tensor([-100])]) for sample in ids]
     return torch.cat([torch.where(of_sample <= last_mark, -100, of_sample) for of_sample in followers])
+
+
+def assert_encoded_as_by_processor(
+    processor: Any,
+    messages: list[dict[str, Any]],
+    ours: SampleTokenizer,
+    count: LengthCounter,
+    index: DataIndex,
+    number: int,
+) -> Mapping[str, Any]:
+    """Compare ids, their number and the prompt of a sample with the processor's; return all that it makes.
+
+    messages: of the sample with this number in the index. count: by `ours`.
+    """
+    sample = index.samples[number]
+    expected: Mapping[str, Any] = processor.apply_chat_template(
+        messages, tokenize=True, return_dict=True, return_tensors="np"
+    )
+    features = index.media_features(number, ours.writes_rows_apart)
+    encoded = ours.encode(sample, features)
+    assert encoded.ids.tolist() == expected["input_ids"][0].tolist()
+    assert count(sample, features)[0] == len(encoded.ids) == index.lengths.tokens[number]
+    prompt = processor.apply_chat_template(
+        messages[:-1], tokenize=True, return_dict=True, return_tensors="np", add_generation_prompt=True
+    )
+    assert ours.prompt_ids(sample, features).tolist() == prompt["input_ids"][0].tolist()
+    return expected
 
 
 def assert_equal_logits_and_loss(

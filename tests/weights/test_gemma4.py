@@ -32,6 +32,7 @@ from tests.models.whole_tensors import stage_logits
 from tests.pixels import normalized
 from tests.plans import plan_recipe
 from tests.weights.comparison import (
+    assert_encoded_as_by_processor,
     assert_equal_gradients,
     assert_equal_logits_and_loss,
     content,
@@ -240,15 +241,7 @@ def test_conversations_are_what_the_processor_makes_of_them(tmp_path: Path) -> N
     shapes = set()
     for number, row in enumerate(rows):
         sample, messages = index.samples[number], messages_of(row, conversations)
-        expected = processor.apply_chat_template(messages, tokenize=True, return_dict=True, return_tensors="np")
-        features = index.media_features(number, ours.writes_rows_apart)
-        encoded = ours.encode(sample, features)
-        assert encoded.ids.tolist() == expected["input_ids"][0].tolist()
-        assert count(sample, features)[0] == len(encoded.ids) == index.lengths.tokens[number]
-        prompt = processor.apply_chat_template(
-            messages[:-1], tokenize=True, return_dict=True, return_tensors="np", add_generation_prompt=True
-        )
-        assert ours.prompt_ids(sample, features).tolist() == prompt["input_ids"][0].tolist()
+        expected = assert_encoded_as_by_processor(processor, messages, ours, count, index, number)
         for i, media in enumerate(sample.media["image"]):
             places = np.asarray(expected["image_position_ids"][i])
             cols, rows_of_picture = (int(side) + 1 for side in places.max(axis=0))

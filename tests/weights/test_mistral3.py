@@ -23,6 +23,7 @@ from tests.families.configs import write_config
 from tests.pixels import normalized
 from tests.plans import plan_recipe
 from tests.weights.comparison import (
+    assert_encoded_as_by_processor,
     assert_equal_gradients,
     assert_equal_logits_and_loss,
     content,
@@ -169,15 +170,7 @@ def test_conversations_are_what_the_processor_makes_of_them(tmp_path: Path) -> N
     count = ours.length_counter(10_000)
     for number, row in enumerate(rows):
         sample, messages = index.samples[number], messages_of(row, conversations)
-        expected = processor.apply_chat_template(messages, tokenize=True, return_dict=True, return_tensors="np")
-        features = index.media_features(number, ours.writes_rows_apart)
-        encoded = ours.encode(sample, features)
-        assert encoded.ids.tolist() == expected["input_ids"][0].tolist()
-        assert count(sample, features)[0] == len(encoded.ids) == index.lengths.tokens[number]
-        prompt = processor.apply_chat_template(
-            messages[:-1], tokenize=True, return_dict=True, return_tensors="np", add_generation_prompt=True
-        )
-        assert ours.prompt_ids(sample, features).tolist() == prompt["input_ids"][0].tolist()
+        expected = assert_encoded_as_by_processor(processor, messages, ours, count, index, number)
         for i, media in enumerate(sample.media["image"]):
             height, width = (int(side) for side in expected["image_sizes"][i])
             picture = torch.from_numpy(np.asarray(expected["pixel_values"][i]))[:, :height, :width]
