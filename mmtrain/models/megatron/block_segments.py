@@ -293,7 +293,7 @@ def run_mlp_in_chunks(
     """Compute `mlp(x)` with gradients as if at once; what `mlp` keeps is made again in backward, chunk by chunk.
 
     Args:
-        mlp: maps rows of x to as many rows, each by itself; it is told which rows of x they are.
+        mlp: called with a chunk of x and its slice of the rows; returns as many rows, each computed by itself.
         x: (T, ...) normalized hidden states.
         weights: parameters of `mlp` that train.
         chunks: the rows of each chunk.
